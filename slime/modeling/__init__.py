@@ -1,0 +1,1 @@
+"""Hugging Face models as the trainer and the embedded engine both run them."""

@@ -1,0 +1,120 @@
+"""The objects that cross rollout, reward and training.
+
+Imports nothing heavy: rollout workers, reward functions and the driver all use this module.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+
+class SampleStatus(str, Enum):
+    """Where a sample stands in its life."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+@dataclass
+class Sample:
+    """One prompt with one (possibly partial) response.
+
+    A token is generated once and never re-tokenised: `tokens` and `rollout_log_probs` come from the engine and go
+    to the loss unchanged. Response-side lists (`loss_mask`, `rollout_log_probs`) have `response_length` entries.
+    """
+
+    Status = SampleStatus
+
+    group_index: int | None = None
+    """Index of the prompt over the whole run; samples of one prompt share it."""
+    index: int | None = None
+    """Index of the sample over the whole run."""
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt ids followed by response ids."""
+    response: str = ""
+    response_length: int = 0
+    label: str | None = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    """1 = trained on, 0 = not; None means all ones."""
+    weight_versions: list[str] = field(default_factory=list)
+    rollout_log_probs: list[float] | None = None
+    rollout_routed_experts: Any | None = None
+    """int32 [len(tokens) - 1, num_layers, topk] or None."""
+    status: SampleStatus = SampleStatus.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    train_metadata: dict[str, Any] | None = None
+    spec_info: dict[str, Any] | None = None
+    rollout_id: int | None = None
+    """Trajectory id: the pieces of one trajectory that was split into several samples share it."""
+    session_id: str | None = None
+    remove_sample: bool = False
+    """Keep the sample in the batch and its denominators, but train on none of its tokens."""
+    teacher_log_probs: list[float] | None = None
+    multimodal_inputs: dict[str, Any] | None = None
+    multimodal_train_inputs: dict[str, Any] | None = None
+    multimodal_train_input_id: str | None = None
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+    rollout_top_p_token_ids: list[int] | None = None
+    rollout_top_p_token_offsets: list[int] | None = None
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    non_generation_time: float = 0.0
+    """Seconds spent outside the engine (tools, environments)."""
+    prefix_cache_info: dict[str, Any] | None = None
+
+    @property
+    def truncated(self) -> bool:
+        return self.status == SampleStatus.TRUNCATED
+
+    @property
+    def aborted(self) -> bool:
+        return self.status == SampleStatus.ABORTED
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of response tokens that are trained on."""
+        return self.response_length if self.loss_mask is None else int(sum(self.loss_mask))
+
+    def get_reward_value(self, args) -> float:
+        """The scalar reward; `--reward-key` picks it out of a dict reward.
+
+        Raises:
+            KeyError: the reward is a dict without that key (the message lists the keys there are).
+        """
+        if not args.reward_key:
+            return self.reward
+        if not isinstance(self.reward, dict) or args.reward_key not in self.reward:
+            have = sorted(self.reward) if isinstance(self.reward, dict) else type(self.reward).__name__
+            raise KeyError(f"--reward-key {args.reward_key!r} is not in the reward of sample {self.index}: {have}")
+        return self.reward[args.reward_key]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Shallow dict of all fields; `status` becomes its string value."""
+        out = dict(self.__dict__)
+        out["status"] = self.status.value
+        return out
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Sample:
+        """Inverse of `to_dict`. Leaves `data` alone; unknown keys become attributes."""
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in data.items() if k in known}
+        if "status" in values:
+            values["status"] = SampleStatus(values["status"])
+        sample = cls(**values)
+        for key, value in data.items():
+            if key not in known:
+                setattr(sample, key, value)
+        return sample
+
+    def clone(self) -> Sample:
+        """A deep copy, so that the samples of one prompt share no list."""
+        return copy.deepcopy(self)
