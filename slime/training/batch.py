@@ -21,7 +21,8 @@ class MicroBatch:
     position_ids: torch.Tensor
     """int64 [T]; restarts at 0 with each sample."""
     cu_seqlens: torch.Tensor
-    """int32 [N + 1] (one more entry when a trailing dummy sequence pads the row)."""
+    """int32 [N + 1] (one more entry when a trailing dummy sequence pads the row). A micro-batch without samples, which
+    a rank runs to stay in step with the others, is a row of one dummy token."""
     max_seqlen: int
     total_lengths: list[int]
     response_lengths: list[int]
@@ -46,15 +47,42 @@ class MicroBatch:
     """Per-sample lists that hooks may read (metadata, prompt, ...)."""
 
     @property
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence of the row, the trailing dummy sequence included. No device synchronisation."""
+        padding = self.tokens.shape[0] - sum(self.total_lengths)
+        return self.total_lengths + [padding] if padding else list(self.total_lengths)
+
+    @property
     def response_token_indices(self) -> torch.Tensor:
         """int64 [R]: position in the row of each response token. The logits that predict it stand one earlier."""
-        starts = self.cu_seqlens.tolist()
-        parts = [
-            torch.arange(start + total - response, start + total)
-            for start, total, response in zip(starts, self.total_lengths, self.response_lengths)
-        ]
-        return torch.cat(parts).to(self.tokens.device) if parts else self.tokens.new_empty(0)
+        parts, end = [torch.empty(0, dtype=torch.int64)], 0
+        for total, response in zip(self.total_lengths, self.response_lengths):
+            end += total
+            parts.append(torch.arange(end - response, end))
+        return torch.cat(parts).to(self.tokens.device)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Flat [R] -> one tensor per sample."""
         return list(torch.split(flat, self.response_lengths))
+
+    def to_rollout_batch(self) -> dict[str, Any]:
+        """The micro-batch under the names that plug-ins know: per-sample lists, keys of the rollout batch."""
+        batch = {
+            **self.extra,
+            "tokens": list(torch.split(self.tokens[: sum(self.total_lengths)], self.total_lengths)),
+            "total_lengths": self.total_lengths,
+            "response_lengths": self.response_lengths,
+            "sample_indices": self.sample_indices,
+            "loss_masks": self.split(self.loss_masks),
+        }
+        for key, flat in {
+            "log_probs": self.old_log_probs,
+            "ref_log_probs": self.ref_log_probs,
+            "rollout_log_probs": self.rollout_log_probs,
+            "values": self.values,
+            "advantages": self.advantages,
+            "returns": self.returns,
+        }.items():
+            if flat is not None:
+                batch[key] = self.split(flat)
+        return batch

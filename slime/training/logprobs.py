@@ -1,0 +1,201 @@
+"""Log-prob and entropy of response tokens without ever holding `tokens x vocabulary` in fp32.
+
+The logits of a chunk of rows are computed, reduced and dropped; backward computes them again. Memory is bounded by
+the chunk, whatever the sequence length and vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK_ELEMENTS = 2**26
+"""Default size of a chunk of logits (rows x vocabulary): 256 MiB in fp32."""
+
+
+def token_log_probs(
+    hidden_RD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_R: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log softmax(logits / temperature)[target] and entropy per row, from the hidden states that predict the targets.
+
+    Logits are computed in the dtype of `hidden_RD` and everything after them in fp32 (float64 for float64 inputs).
+    The weight gradient is accumulated over chunks in fp32.
+
+    Args:
+        hidden_RD: last hidden states one position before each target.
+        weight_VD: output embedding; in the dtype of `hidden_RD`.
+        targets_R: int64.
+        bias: [V] of the output layer, if it has one.
+        with_entropy: also return -sum p log p of the temperature-scaled distribution.
+        entropy_grad: the entropy has a gradient. Off, it costs nothing in backward.
+        chunk_size: rows per chunk; None or below 1 picks it by the vocabulary (`CHUNK_ELEMENTS`).
+
+    Returns:
+        log_probs [R] and entropy [R] (None without `with_entropy`), fp32.
+    """
+    chunk_size = _chunk_rows(chunk_size, weight_VD.shape[0])
+    log_probs, entropy = _HeadLogProbs.apply(
+        hidden_RD, weight_VD, bias, targets_R, temperature, with_entropy, with_entropy and entropy_grad, chunk_size
+    )
+    return log_probs, entropy if with_entropy else None
+
+
+def log_probs_from_logits(
+    logits_RV: torch.Tensor,
+    targets_R: torch.Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`token_log_probs` where the logits are there already; they are kept in their dtype only."""
+    chunk_size = _chunk_rows(chunk_size, logits_RV.shape[1])
+    log_probs, entropy = _LogitsLogProbs.apply(
+        logits_RV, targets_R, temperature, with_entropy, with_entropy and entropy_grad, chunk_size
+    )
+    return log_probs, entropy if with_entropy else None
+
+
+def _chunk_rows(chunk_size: int | None, vocab_size: int) -> int:
+    if chunk_size is not None and chunk_size > 0:
+        return chunk_size
+    return max(CHUNK_ELEMENTS // vocab_size, 1)
+
+
+def _math_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """A fresh tensor in math precision: logits / temperature."""
+    scaled = logits.to(_math_dtype(logits.dtype), copy=True)
+    return scaled if temperature == 1.0 else scaled.div_(temperature)
+
+
+class _Rows:
+    """Per-row results and what backward needs beside the logits."""
+
+    def __init__(self, like: torch.Tensor, rows: int, with_entropy: bool):
+        options = {"dtype": _math_dtype(like.dtype), "device": like.device}
+        self.log_probs = torch.empty(rows, **options)
+        self.normalizers = torch.empty(rows, **options)
+        self.entropy = torch.empty(rows if with_entropy else 0, **options)
+
+    def fill(self, rows: slice, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
+        scaled = _scaled(logits, temperature)
+        normalizers = scaled.logsumexp(-1)
+        self.normalizers[rows] = normalizers
+        self.log_probs[rows] = scaled.gather(-1, targets[:, None]).squeeze(-1) - normalizers
+        if self.entropy.numel():
+            probs = scaled.sub_(normalizers[:, None]).exp_()
+            self.entropy[rows] = torch.special.entr(probs).sum(-1)
+
+
+def _grad_logits(logits, targets, normalizers, entropy, grad_log_probs, grad_entropy, temperature) -> torch.Tensor:
+    """Gradient of one chunk's logits, in math precision.
+
+    d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature.
+    """
+    probs = _scaled(logits, temperature).sub_(normalizers[:, None]).exp_()
+    if grad_entropy is None:
+        grad = probs.mul_(-grad_log_probs[:, None])
+    else:
+        # p log p = -entr(p) is 0 where p underflows, p * log p need not be.
+        grad = torch.special.entr(probs).sub_(probs * entropy[:, None]).mul_(grad_entropy[:, None])
+        grad.sub_(probs.mul_(grad_log_probs[:, None]))
+    grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
+    return grad if temperature == 1.0 else grad.div_(temperature)
+
+
+def _chunks(rows: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+class _HeadLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size):
+        out = _Rows(hidden, hidden.shape[0], with_entropy)
+        for rows in _chunks(hidden.shape[0], chunk_size):
+            out.fill(rows, torch.nn.functional.linear(hidden[rows], weight, bias), targets[rows], temperature)
+        ctx.save_for_backward(hidden, weight, bias, targets, out.normalizers, out.entropy)
+        ctx.temperature, ctx.entropy_grad, ctx.chunk_size = temperature, entropy_grad, chunk_size
+        if not entropy_grad:
+            ctx.mark_non_differentiable(out.entropy)
+        return out.log_probs, out.entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_probs, grad_entropy):
+        hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        dtype = _math_dtype(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=dtype) if want_bias else None
+        for rows in _chunks(hidden.shape[0], ctx.chunk_size):
+            grad = _grad_logits(
+                torch.nn.functional.linear(hidden[rows], weight, bias),
+                targets[rows],
+                normalizers[rows],
+                entropy[rows] if ctx.entropy_grad else None,
+                grad_log_probs[rows],
+                grad_entropy[rows] if ctx.entropy_grad else None,
+                ctx.temperature,
+            )
+            if want_bias:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            if want_hidden:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if want_weight:
+                _add_matmul(grad_weight, grad.t(), hidden[rows])
+        if want_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        if want_bias:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, where `total` may be wider than the factors."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        total += a @ b
+
+
+class _LogitsLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, with_entropy, entropy_grad, chunk_size):
+        out = _Rows(logits, logits.shape[0], with_entropy)
+        for rows in _chunks(logits.shape[0], chunk_size):
+            out.fill(rows, logits[rows], targets[rows], temperature)
+        ctx.save_for_backward(logits, targets, out.normalizers, out.entropy)
+        ctx.temperature, ctx.entropy_grad, ctx.chunk_size = temperature, entropy_grad, chunk_size
+        if not entropy_grad:
+            ctx.mark_non_differentiable(out.entropy)
+        return out.log_probs, out.entropy
+
+    @staticmethod
+    def backward(ctx, grad_log_probs, grad_entropy):
+        logits, targets, normalizers, entropy = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for rows in _chunks(logits.shape[0], ctx.chunk_size):
+            grad_logits[rows] = _grad_logits(
+                logits[rows],
+                targets[rows],
+                normalizers[rows],
+                entropy[rows] if ctx.entropy_grad else None,
+                grad_log_probs[rows],
+                grad_entropy[rows] if ctx.entropy_grad else None,
+                ctx.temperature,
+            )
+        return grad_logits, None, None, None, None, None
