@@ -69,6 +69,9 @@ class Sample:
     non_generation_time: float = 0.0
     """Seconds spent outside the engine (tools, environments)."""
     prefix_cache_info: dict[str, Any] | None = None
+    """`cached_tokens` and `prompt_tokens`, summed over the requests of this sample."""
+    weight_version_spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """(version, start, end): the weights that generated the response tokens [start, end)."""
 
     @property
     def truncated(self) -> bool:
@@ -96,6 +99,68 @@ class Sample:
             raise KeyError(f"--reward-key {args.reward_key!r} is not in the reward of sample {self.index}: {have}")
         return self.reward[args.reward_key]
 
+    def append_response_tokens(
+        self,
+        args,
+        *,
+        tokens: list[int],
+        log_probs: list[float] | None = None,
+        trainable: bool = True,
+        meta_info: dict[str, Any] | None = None,
+        text: str = "",
+        update_terminal_info: bool = True,
+    ) -> Sample:
+        """Append tokens to the response and keep every per-token list aligned.
+
+        Args:
+            log_probs: the engine's, one per token. Tokens that no model generated (tool output) have none and get 0.
+            trainable: whether the loss sees these tokens.
+            meta_info: the engine's, from which versions, cache hits and the finish reason are taken.
+            text: the detokenised tokens.
+            update_terminal_info: set `status` from the finish reason.
+
+        Raises:
+            ValueError: the lists do not fit each other.
+        """
+        if log_probs is not None and len(log_probs) != len(tokens):
+            raise ValueError(f"sample {self.index}: {len(tokens)} tokens but {len(log_probs)} log-probs")
+        before = self.response_length
+        if not trainable and self.loss_mask is None:
+            self.loss_mask = [1] * before
+        if self.loss_mask is not None:
+            self.loss_mask = self.loss_mask + [int(trainable)] * len(tokens)
+        if log_probs is not None or self.rollout_log_probs is not None:
+            earlier = self.rollout_log_probs if self.rollout_log_probs is not None else [0.0] * before
+            self.rollout_log_probs = earlier + (log_probs if log_probs is not None else [0.0] * len(tokens))
+        self.tokens = self.tokens + list(tokens)
+        self.response += text
+        self.response_length = before + len(tokens)
+        if meta_info is not None:
+            self._take_meta_info(meta_info, before, update_terminal_info)
+        return self
+
+    def _take_meta_info(self, meta_info: dict[str, Any], start: int, update_terminal_info: bool) -> None:
+        version = meta_info.get("weight_version")
+        spans = meta_info.get("weight_versions") or []
+        if spans:
+            self.weight_versions.extend(str(span["version"]) for span in spans)
+            self.weight_version_spans.extend(
+                (str(span["version"]), start + span["start"], start + span["end"]) for span in spans
+            )
+        elif version is not None:
+            self.weight_versions.append(str(version))
+            self.weight_version_spans.append((str(version), start, self.response_length))
+        if "prompt_tokens" in meta_info:
+            info = self.prefix_cache_info or {"cached_tokens": 0, "prompt_tokens": 0}
+            self.prefix_cache_info = {key: info[key] + (meta_info.get(key) or 0) for key in info}
+        counters = {k: v for k, v in meta_info.items() if k.startswith("spec_") and isinstance(v, (int, float))}
+        if counters:
+            earlier = self.spec_info or {}
+            self.spec_info = {k: earlier.get(k, 0) + v for k, v in counters.items()}
+        if update_terminal_info:
+            reason = (meta_info.get("finish_reason") or {}).get("type")
+            self.status = _STATUS_OF_FINISH.get(reason, self.status)
+
     def to_dict(self) -> dict[str, Any]:
         """Shallow dict of all fields; `status` becomes its string value."""
         out = dict(self.__dict__)
@@ -118,3 +183,10 @@ class Sample:
     def clone(self) -> Sample:
         """A deep copy, so that the samples of one prompt share no list."""
         return copy.deepcopy(self)
+
+
+_STATUS_OF_FINISH = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}

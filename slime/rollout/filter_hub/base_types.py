@@ -1,0 +1,53 @@
+"""What a dynamic sampling filter returns, how it is called, and the counts of what it dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slime.utils.misc import function_name
+
+
+@dataclass
+class DynamicFilterOutput:
+    """Whether a finished group is trained on."""
+
+    keep: bool
+    reason: str | None = None
+    """Why it was dropped; becomes the metric `rollout/dynamic_filter/drop_{reason}`."""
+    keep_when_insufficient: bool = False
+    """A dropped group that may still fill the batch before new prompts are submitted."""
+
+
+def call_dynamic_filter(fn: Callable | None, args, samples, **kwargs) -> DynamicFilterOutput:
+    """Call a filter and wrap the historical bare bool. No filter keeps everything.
+
+    Raises:
+        TypeError: the filter returned something else.
+    """
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    output = fn(args, samples, **kwargs)
+    if isinstance(output, DynamicFilterOutput):
+        return output
+    if isinstance(output, (bool, int)) or type(output).__name__ == "bool_":
+        return DynamicFilterOutput(keep=bool(output))
+    raise TypeError(
+        f"--dynamic-sampling-filter-path {function_name(fn)} returned a {type(output).__name__}; "
+        "return a bool or a DynamicFilterOutput"
+    )
+
+
+class MetricGatherer:
+    """Counts dropped groups by reason."""
+
+    def __init__(self) -> None:
+        self._dropped: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        if reason:
+            self._dropped[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}

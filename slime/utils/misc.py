@@ -1,0 +1,82 @@
+"""Loading of user functions by import path, and calling them in whatever form they were written.
+
+Plug-ins outlive releases: their signatures differ by the date they were written, so they are called by introspection.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+class HookError(ValueError):
+    """A plug-in path that cannot be loaded; the message names the flag, the path and what is missing."""
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve(path: str) -> Any:
+    module_name, attribute = path.split(":", 1) if ":" in path else path.rsplit(".", 1)
+    target = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def load_function(path: str | Callable, flag: str | None = None) -> Callable:
+    """The object that an import path names. `pkg.mod.name` and `pkg.mod:name` both work; a callable is returned as is.
+
+    Raises:
+        HookError: the path is malformed, the module does not import or has no such name.
+    """
+    if callable(path):
+        return path
+    where = f"{flag} {path!r}" if flag else f"{path!r}"
+    if not isinstance(path, str) or not path.replace(":", ".").strip(".") or "." not in path.replace(":", "."):
+        raise HookError(f"{where} is not an import path; write pkg.module.name or pkg.module:name")
+    try:
+        return _resolve(path)
+    except ModuleNotFoundError as error:
+        raise HookError(f"{where}: there is no module {error.name!r} (is its folder on PYTHONPATH?)") from error
+    except AttributeError as error:
+        raise HookError(f"{where}: {error}") from error
+    except ImportError as error:
+        raise HookError(f"{where}: the import failed: {error}") from error
+
+
+def parameters(function: Callable) -> dict[str, inspect.Parameter]:
+    """Name -> parameter of a callable, in order; empty when it has no readable signature."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def accepts(function: Callable, name: str) -> bool:
+    """Whether `function` can be called with the keyword `name`: it has such a parameter or takes `**kwargs`."""
+    found = parameters(function)
+    if name in found:
+        return found[name].kind != inspect.Parameter.POSITIONAL_ONLY
+    return any(p.kind == inspect.Parameter.VAR_KEYWORD for p in found.values())
+
+
+def accepted(function: Callable, **kwargs: Any) -> dict[str, Any]:
+    """The part of `kwargs` that `function` takes."""
+    return {name: value for name, value in kwargs.items() if accepts(function, name)}
+
+
+def function_name(function: Callable) -> str:
+    """`module.name` of a callable, for messages."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}.{name}"
+
+
+def flatten(items: Iterable) -> Iterator:
+    """The leaves of nested lists, in order."""
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from flatten(item)
+        else:
+            yield item
