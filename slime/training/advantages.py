@@ -60,7 +60,7 @@ def _token_kl(args: Namespace, data: RankData) -> list[torch.Tensor]:
         return [torch.zeros_like(mask) for mask in masks]
     old = data["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
     kl = []
-    for log_probs, ref, mask in zip(old, data["ref_log_probs"], masks):
+    for log_probs, ref, mask in zip(old, data["ref_log_probs"], masks, strict=True):
         estimate = approx_kl(log_probs, ref, args.kl_loss_type)
         kl.append(torch.where(mask.to(estimate.device) != 0, estimate, 0.0))
     data.set_flat("kl", kl)
@@ -69,7 +69,7 @@ def _token_kl(args: Namespace, data: RankData) -> list[torch.Tensor]:
 
 def get_grpo_returns(rewards: Sequence[float], kl: list[torch.Tensor]) -> list[torch.Tensor]:
     """Every token of a sample gets its (group-normalised) reward; `kl` gives shape, dtype and device."""
-    return [torch.full_like(k, float(reward)) for reward, k in zip(rewards, kl)]
+    return [torch.full_like(k, float(reward)) for reward, k in zip(rewards, kl, strict=True)]
 
 
 def get_reinforce_plus_plus_returns(
@@ -79,12 +79,13 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[torch.Tensor]:
-    """REINFORCE++ (arXiv 2501.03262): discounted sum of -kl_coef * KL_t m_t, plus the reward on the last unmasked token.
+    """REINFORCE++ (arXiv 2501.03262): discounted sum of the token rewards.
 
-    A sample with no unmasked token has nowhere to put its reward and gets zeros.
+    Those are -kl_coef * KL_t m_t, plus the sample's reward on its last unmasked token. A sample with no unmasked
+    token has nowhere to put its reward and gets zeros.
     """
     returns = []
-    for reward, k, mask in zip(rewards, kl, loss_masks):
+    for reward, k, mask in zip(rewards, kl, loss_masks, strict=True):
         mask = mask.to(k.device)
         token_rewards = -kl_coef * k * mask
         unmasked = mask.nonzero()
@@ -98,7 +99,7 @@ def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float], kl: list[torch.Tensor], kl_coef: float
 ) -> list[torch.Tensor]:
     """Group-centred reward minus kl_coef * KL_t on every token."""
-    return [float(reward) - kl_coef * k for reward, k in zip(rewards, kl)]
+    return [float(reward) - kl_coef * k for reward, k in zip(rewards, kl, strict=True)]
 
 
 def discounted_returns(rewards: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -125,9 +126,10 @@ def whiten(
         ValueError: no unmasked token on any rank.
     """
     stats = torch.zeros(3, dtype=torch.float64)
-    for value, mask in zip(values, loss_masks):
-        kept = value[mask.to(value.device) != 0].double()
-        stats += torch.stack([kept.sum(), kept.square().sum(), kept.new_tensor(kept.numel())]).cpu()
+    if values:
+        flat = torch.cat(values)
+        kept = flat[torch.cat(loss_masks).to(flat.device) != 0].double()
+        stats = torch.stack([kept.sum(), kept.square().sum(), kept.new_tensor(kept.numel())]).cpu()
     if group is not None:
         on_gpu = "nccl" in dist.get_backend(group)
         shared = stats.cuda() if on_gpu else stats

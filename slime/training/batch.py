@@ -56,7 +56,7 @@ class MicroBatch:
     def response_token_indices(self) -> torch.Tensor:
         """int64 [R]: position in the row of each response token. The logits that predict it stand one earlier."""
         parts, end = [torch.empty(0, dtype=torch.int64)], 0
-        for total, response in zip(self.total_lengths, self.response_lengths):
+        for total, response in zip(self.total_lengths, self.response_lengths, strict=True):
             end += total
             parts.append(torch.arange(end - response, end))
         return torch.cat(parts).to(self.tokens.device)

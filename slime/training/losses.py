@@ -71,7 +71,7 @@ def cispo_loss(
     eps_clip: float,
     eps_clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """CISPO (arXiv 2506.13585, eq. 4) per token: REINFORCE weighted by the clipped, detached ratio; and where it clips."""
+    """CISPO (arXiv 2506.13585, eq. 4) per token, and where it clips: REINFORCE times the clipped, detached ratio."""
     ratio = torch.exp(-log_ratio.detach())
     weight = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -weight * advantages * log_probs, (weight != ratio).to(log_probs.dtype)

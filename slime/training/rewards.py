@@ -39,7 +39,7 @@ def normalize_rewards(
         raise ValueError(f"group normalisation needs Sample.group_index; samples {missing[:8]} have none")
 
     groups: dict[int, dict[int, list[int]]] = {}
-    for i, (group, rollout) in enumerate(zip(group_index, rollout_ids)):
+    for i, (group, rollout) in enumerate(zip(group_index, rollout_ids, strict=True)):
         groups.setdefault(group, {}).setdefault(rollout, []).append(i)
     divide = args.advantage_estimator in STD_ESTIMATORS and args.grpo_std_normalization
     out = np.empty_like(values)

@@ -172,7 +172,7 @@ class RankData:
         """
         if len(values) != self.num_samples:
             raise ValueError(f"{key!r} has {len(values)} entries for {self.num_samples} samples")
-        for i, (value, length) in enumerate(zip(values, self["response_lengths"])):
+        for i, (value, length) in enumerate(zip(values, self["response_lengths"], strict=True)):
             if len(value) != length:
                 raise ValueError(f"{key!r} of sample {i} has {len(value)} entries for {length} response tokens")
         self._columns[key] = list(values)

@@ -99,8 +99,7 @@ def build_dp_schedule(
                 f"optimizer step {len(steps)} has {len(positions)} samples of {len(chosen)} rollouts, fewer than the "
                 f"{dp_size} data-parallel ranks: raise the global batch size ({global_batch_size}) or use fewer ranks"
             )
-        bins = _pack(positions, limit, dp_size, balance)
-        steps.append(Step(_distribute(bins, limit, dp_size, balance), len(chosen)))
+        steps.append(Step(_plan_step(positions, limit, dp_size, balance), len(chosen)))
     return DPSchedule(steps, dp_size)
 
 
@@ -115,68 +114,91 @@ class _Limit:
     def tokens(self, positions: list[int]) -> int:
         return sum(self.lengths[i] for i in positions)
 
-    def allows(self, positions: list[int]) -> bool:
-        if self.max_tokens is None:
-            return len(positions) <= self.max_samples
-        return len(positions) <= 1 or self.tokens(positions) <= self.max_tokens
-
-    def partition(self, positions: list[int], count: int, equal_size: bool = False) -> list[list[int]]:
+    def partition(self, positions: list[int], count: int, equal_size: bool) -> list[list[int]]:
         parts = get_seqlen_balanced_partitions([self.lengths[i] for i in positions], count, equal_size)
         return [[positions[i] for i in part] for part in parts]
 
+    def pack(self, positions: list[int]) -> list[list[int]]:
+        """Into as few bins as first fit (decreasing) needs."""
+        if self.max_tokens is None:
+            size = self.max_samples
+            return [positions[i : i + size] for i in range(0, len(positions), size)]
+        return _first_fit(self.falling(positions), self.lengths, self.max_tokens)
 
-def _pack(positions: list[int], limit: _Limit, dp_size: int, balance: bool) -> list[list[int]]:
-    """Bins of one step; their number is a multiple of `dp_size` and the smallest such that first fit needs."""
-    bins = _first_fit_decreasing(positions, limit) if limit.max_tokens is not None else _chunks(positions, limit)
-    count = -(-len(bins) // dp_size) * dp_size
-    if count >= len(positions):
-        return [[i] for i in positions] + [[] for _ in range(count - len(positions))]
-    if balance:
-        # Equal bins keep the ranks in step; they may miss the cap where the step fills it almost wholly.
-        equal_size = limit.max_tokens is None and len(positions) % count == 0
-        balanced = limit.partition(positions, count, equal_size)
-        if all(map(limit.allows, balanced)):
-            return balanced
-    return _split_largest(bins, limit, count)
+    def pack_evenly(self, positions: list[int], count: int) -> list[list[int]] | None:
+        """Into exactly `count` non-empty bins of nearly equal token totals, or None where no such packing is found."""
+        if len(positions) < count:
+            return None
+        if self.max_tokens is None:
+            fits = len(positions) % count == 0 and len(positions) <= count * self.max_samples
+            return self.partition(positions, count, equal_size=True) if fits else None
+        # MULTIFIT (Coffman, Garey and Johnson 1978): the lowest capacity with which first fit needs `count` bins.
+        order = self.falling(positions)
+        bins = _first_fit(order, self.lengths, self.max_tokens)
+        low, high = self.tokens(order) // count, self.max_tokens
+        while len(bins) <= count and high - low > max(low // 1000, 1):
+            middle = (low + high) // 2
+            attempt = _first_fit(order, self.lengths, middle)
+            if len(attempt) <= count:
+                bins, high = attempt, middle
+            else:
+                low = middle
+        return self.split_largest(bins, count) if len(bins) <= count else None
+
+    def split_largest(self, bins: list[list[int]], count: int) -> list[list[int]]:
+        """Halve the bin with the most tokens (of those with two samples or more) until there are `count`."""
+        done = [b for b in bins if len(b) == 1]
+        heap = [(-self.tokens(b), b) for b in bins if len(b) > 1]
+        heapq.heapify(heap)
+        while heap and len(done) + len(heap) < count:
+            for half in self.partition(sorted(heapq.heappop(heap)[1]), 2, equal_size=False):
+                if len(half) == 1:
+                    done.append(half)
+                else:
+                    heapq.heappush(heap, (-self.tokens(half), half))
+        return done + [b for _, b in heap]
+
+    def falling(self, positions: list[int]) -> list[int]:
+        return sorted(positions, key=lambda i: (-self.lengths[i], i))
 
 
-def _chunks(positions: list[int], limit: _Limit) -> list[list[int]]:
-    return [positions[i : i + limit.max_samples] for i in range(0, len(positions), limit.max_samples)]
-
-
-def _first_fit_decreasing(positions: list[int], limit: _Limit) -> list[list[int]]:
-    free = np.zeros(len(positions), dtype=np.int64)
+def _first_fit(order: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
+    """Put each sample into the first bin with room for it, or into a new one. Longer ones than that stay alone."""
+    free = np.zeros(len(order), dtype=np.int64)
     bins: list[list[int]] = []
-    for i in sorted(positions, key=lambda i: (-limit.lengths[i], i)):
-        length = limit.lengths[i]
-        fits = free[: len(bins)] >= length
-        slot = int(fits.argmax()) if fits.any() else len(bins)
-        if slot == len(bins):
+    for i in order:
+        fits = free[: len(bins)] >= lengths[i]
+        slot = int(fits.argmax()) if bins else 0
+        if not bins or not fits[slot]:
+            slot = len(bins)
             bins.append([])
-            free[slot] = limit.max_tokens
+            free[slot] = capacity
         bins[slot].append(i)
-        free[slot] -= length
+        free[slot] -= lengths[i]
     return bins
 
 
-def _split_largest(bins: list[list[int]], limit: _Limit, count: int) -> list[list[int]]:
-    """Halve the bin with the most tokens (of those with two samples or more) until there are `count`."""
-    done = [b for b in bins if len(b) == 1]
-    heap = [(-limit.tokens(b), b) for b in bins if len(b) > 1]
-    heapq.heapify(heap)
-    while len(done) + len(heap) < count:
-        for half in limit.partition(sorted(heapq.heappop(heap)[1]), 2):
-            if len(half) == 1:
-                done.append(half)
-            else:
-                heapq.heappush(heap, (-limit.tokens(half), half))
-    return done + [b for _, b in heap]
-
-
-def _distribute(bins: list[list[int]], limit: _Limit, dp_size: int, balance: bool) -> list[list[list[int]]]:
-    """[rank][micro-batch]; each rank's micro-batches in falling size, so that ranks meet with similar ones."""
-    bins = sorted((sorted(b) for b in bins), key=lambda b: (-limit.tokens(b), b))
+def _plan_step(positions: list[int], limit: _Limit, dp_size: int, balance: bool) -> list[list[list[int]]]:
+    """[rank][micro-batch] of one step, with as few micro-batches as packing the whole step needs."""
+    bins = limit.pack(positions)
+    per_rank = -(-len(bins) // dp_size)
     if balance:
-        parts = get_seqlen_balanced_partitions([limit.tokens(b) for b in bins], dp_size, equal_size=True)
-        return [[bins[i] for i in part] for part in parts]
-    return [bins[rank::dp_size] for rank in range(dp_size)]
+        ranks = limit.partition(
+            positions, dp_size, equal_size=limit.max_tokens is None and len(positions) % dp_size == 0
+        )
+        packed = [limit.pack_evenly(rank, per_rank) for rank in ranks]
+        if None not in packed:
+            return [_in_order(rank_bins, limit) for rank_bins in packed]
+        # The ranks' samples do not fit so; balance whole bins instead.
+        bins = limit.pack_evenly(positions, per_rank * dp_size) or bins
+    bins = limit.split_largest(bins, per_rank * dp_size)
+    bins = _in_order(bins + [[] for _ in range(per_rank * dp_size - len(bins))], limit)
+    if not balance:
+        return [bins[rank::dp_size] for rank in range(dp_size)]
+    parts = get_seqlen_balanced_partitions([limit.tokens(b) for b in bins], dp_size, equal_size=True)
+    return [[bins[i] for i in part] for part in parts]
+
+
+def _in_order(bins: list[list[int]], limit: _Limit) -> list[list[int]]:
+    """Falling in size, so that ranks meet with similar micro-batches."""
+    return sorted((sorted(b) for b in bins), key=lambda b: (-limit.tokens(b), b))

@@ -54,7 +54,7 @@ def _merge(first: list, second: list, k: int) -> list:
     """Pair the largest sets of one state with the smallest (or empty) ones of the other."""
     overlap = max(len(first) + len(second) - k, 0)
     merged = first[: len(first) - overlap] + second[: len(second) - overlap]
-    for a, b in zip(first[len(first) - overlap :], reversed(second[len(second) - overlap :])):
+    for a, b in zip(first[len(first) - overlap :], reversed(second[len(second) - overlap :]), strict=True):
         merged.append((a[0] + b[0], min(a[1], b[1]), a[2] + b[2]))
     merged.sort(key=lambda s: (-s[0], s[1]))
     return merged
