@@ -1,0 +1,70 @@
+"""`parse_args`: the one call that turns a command line into the namespace that everything else reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from argparse import Namespace
+from typing import Any
+
+from slime.arguments.parser import BY_DEST, resolve
+from slime.arguments.problems import ConfigError, Problem
+from slime.arguments.validation import validate_args
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """Parse, merge and validate; on any mistake print all of them and exit with code 2.
+
+    Args:
+        argv: words after the program name; default `sys.argv[1:]`.
+    """
+    try:
+        args = load_args(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        count = len(error.problems)
+        print(f"{count} configuration error{'s' if count > 1 else ''}:\n{error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if args.print_config:
+        print(config_to_yaml(args), end="")
+        raise SystemExit(0)
+    return args
+
+
+def load_args(argv: list[str]) -> Namespace:
+    """`parse_args` for callers that handle errors themselves.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    if "SLIME_BACKEND" in os.environ:
+        raise ConfigError(
+            [Problem("SLIME_BACKEND (environment)", "no longer chooses the trainer", "unset it; use --train-backend")]
+        )
+    args = resolve(argv)
+    validate_args(args)
+    return args
+
+
+def config_to_yaml(args: Namespace) -> str:
+    """The resolved configuration, without secrets and without flags that are not available yet.
+
+    The text is itself a valid `--custom-config-path`: reading it gives the same run. What validation computed
+    from it follows as comments.
+    """
+    import yaml
+
+    settings: dict[str, Any] = {}
+    computed: dict[str, Any] = {}
+    for key, value in vars(args).items():
+        flag = BY_DEST.get(key)
+        if flag is None and key in ("use_critic", "eval_datasets"):
+            computed[key] = [dataclasses.asdict(d) for d in value] if key == "eval_datasets" else value
+        elif flag is None:
+            settings[key] = value
+        elif not (flag.pending or flag.secret or key in ("print_config", "custom_config_path")):
+            settings[key] = value
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=110)
+    for line in yaml.safe_dump(computed, sort_keys=False, allow_unicode=True, width=110).splitlines():
+        text += f"# {line}\n"
+    return text

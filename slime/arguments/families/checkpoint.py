@@ -1,0 +1,36 @@
+"""Saving and resuming."""
+
+from slime.arguments import pending
+from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, text
+
+FAMILY = Family(
+    "Checkpoints",
+    "A checkpoint holds weights, optimizer, RNG, schedule, data position and the partial-rollout buffer.",
+    (
+        Flag(
+            "--load",
+            text,
+            help="Checkpoint directory to resume. Without latest_checkpointed_iteration.txt in it the run starts "
+            "from --ref-load, else from --hf-checkpoint.",
+        ),
+        Flag("--save", text, help="Checkpoint directory to write.", aliases=("--output-dir",)),
+        Flag("--save-interval", integer, help="Save every N rollouts; needs --save."),
+        Flag("--save-hf", text, help="Also export a Hugging Face directory; {rollout_id} is filled in."),
+        Flag("--no-save-optim", action=STORE_TRUE, help="Save weights only."),
+        Flag("--ref-load", text, help="Checkpoint of the reference model (Hugging Face directory)."),
+        Flag(
+            "--ckpt-step", integer, help="Step of --load to resume, instead of the latest.", pending=pending.MEGATRON
+        ),
+        Flag("--ref-ckpt-step", integer, help="Step of --ref-load.", pending=pending.MEGATRON),
+        Flag("--async-save", action=STORE_TRUE, help="Save while training goes on.", pending=pending.MEGATRON),
+        Flag(
+            "--finetune",
+            action=STORE_TRUE,
+            help="Take only weights from --load and start at rollout 0.",
+        ),
+        Flag("--no-load-optim", action=STORE_TRUE, help="Do not load the optimizer's state."),
+        Flag("--no-load-rng", action=STORE_TRUE, help="Do not load RNG states."),
+        Flag("--critic-load", text, help="Checkpoint of the critic. Default: --load.", pending=pending.PPO),
+        Flag("--critic-save", text, help="Checkpoint directory of the critic.", pending=pending.PPO),
+    ),
+)

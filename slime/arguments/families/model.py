@@ -1,0 +1,92 @@
+"""The trained model and its trainer."""
+
+from slime.arguments import pending
+from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, text
+
+FAMILY = Family(
+    "Model and trainer",
+    "Which checkpoint is trained, by which backend, in which precision.",
+    (
+        Flag(
+            "--hf-checkpoint",
+            text,
+            help="Hugging Face directory: tokenizer, architecture, engine weights and (fsdp) the weights that are "
+            "trained. Required.",
+        ),
+        Flag(
+            "--train-backend",
+            text,
+            "fsdp",
+            "Trainer.",
+            choices=("fsdp", "megatron"),
+            pending_choices={"megatron": "the Megatron trainer is not built yet; use fsdp"},
+        ),
+        Flag("--trust-remote-code", action=STORE_TRUE, help="Run Python code that comes with the checkpoint."),
+        Flag(
+            "--dtype",
+            text,
+            help="Precision of computation. Default: float32 on cpu, bfloat16 on cuda.",
+            choices=("float32", "bfloat16", "float16"),
+            choice_aliases={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+            pending_choices={"float16": pending.FP16},
+        ),
+        Flag("--bf16", action=STORE_TRUE, help="Short for --dtype bfloat16."),
+        Flag("--fp16", action=STORE_TRUE, help="Short for --dtype float16.", pending=pending.FP16),
+        Flag(
+            "--attn-implementation",
+            text,
+            "slime_varlen",
+            "Attention of the fsdp trainer.",
+            choices=("slime_varlen", "flash_attention_2", "flash_attention_3", "sdpa", "eager"),
+            pending_choices={
+                name: pending.OTHER_ATTENTION for name in ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
+            },
+        ),
+        Flag(
+            "--gradient-checkpointing",
+            action=STORE_TRUE,
+            help="Recompute activations layer by layer in the backward pass.",
+        ),
+        Flag(
+            "--fsdp-cpu-offload",
+            action=STORE_TRUE,
+            help="Keep parameters, gradients and optimizer state in host memory.",
+        ),
+        Flag(
+            "--fsdp-state-dict-cpu-offload",
+            action=STORE_TRUE,
+            help="Move state dicts to host memory while saving.",
+        ),
+        Flag(
+            "--context-parallel-size", integer, 1, "Ranks that share one sequence; more than 1 is not available yet."
+        ),
+        Flag("--deterministic-mode", action=STORE_TRUE, help="Deterministic kernels: equal runs, bit for bit."),
+        Flag("--seed", integer, 1234, "Seed of the trainer; engine i uses seed + i."),
+        Flag(
+            "--log-probs-chunk-size",
+            integer,
+            -1,
+            "Rows per chunk in the log-prob computation; -1 lets slime choose.",
+        ),
+        Flag(
+            "--true-on-policy-mode",
+            action=STORE_TRUE,
+            help="Batch-invariant kernels: the trainer's log-probs equal the engine's bit for bit.",
+            pending=pending.TRUE_ON_POLICY,
+        ),
+        Flag(
+            "--only-train-params-name-list",
+            text,
+            nargs="*",
+            help="Regular expressions of the parameters to train.",
+            pending=pending.PARTIAL_TRAINING,
+        ),
+        Flag(
+            "--freeze-params-name-list",
+            text,
+            nargs="*",
+            help="Regular expressions of parameters to freeze.",
+            pending=pending.PARTIAL_TRAINING,
+        ),
+    ),
+)

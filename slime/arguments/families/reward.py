@@ -1,0 +1,36 @@
+"""Rewards."""
+
+from slime.arguments import pending
+from slime.arguments.flag import STORE_TRUE, Family, Flag, function_path, number, text
+
+RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
+BOXED = tuple(f"boxed_{name}" for name in RM_TYPES)
+
+FAMILY = Family(
+    "Reward",
+    "How a response is scored.",
+    (
+        Flag(
+            "--rm-type",
+            text,
+            help="Built-in reward; `boxed_` in front takes the text of \\boxed{} first. "
+            "metadata.rm_type of a row has precedence.",
+            choices=(*RM_TYPES, *BOXED),
+            pending_choices={"ifbench": pending.IFBENCH, "boxed_ifbench": pending.IFBENCH},
+        ),
+        Flag(
+            "--custom-rm-path",
+            function_path,
+            help="async fn(args, sample) -> reward; with --group-rm async fn(args, samples) -> rewards.",
+        ),
+        Flag("--reward-key", text, help="Key of the reward that counts when rewards are dicts."),
+        Flag("--group-rm", action=STORE_TRUE, help="Score all responses of a prompt in one call."),
+        Flag("--rm-url", text, help="Address that --rm-type remote_rm posts to."),
+        Flag("--rm-timeout-secs", number, 30.0, "Longest time of one reward call; more is an error."),
+        Flag(
+            "--custom-reward-post-process-path",
+            function_path,
+            help="fn(args, samples) -> (raw_rewards, rewards), instead of normalisation in groups.",
+        ),
+    ),
+)

@@ -1,0 +1,51 @@
+"""Rules across flags, and the values that follow from others.
+
+Each module takes the namespace and the list of problems, completes the one and adds to the other. Nothing is launched
+and nothing heavy is imported here: paths are looked at, config.json is read, functions are found without importing.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.arguments.problems import Problems
+from slime.arguments.validation import (
+    algorithm,
+    batching,
+    checkpoints,
+    cluster,
+    data,
+    evaluation,
+    functions,
+    model,
+    ranges,
+    services,
+)
+
+_STEPS = (
+    ranges.check,
+    cluster.complete_devices,
+    services.complete_debug,
+    cluster.complete_sizes,
+    model.complete,
+    functions.check,
+    batching.complete,
+    algorithm.complete,
+    data.check,
+    evaluation.complete,
+    checkpoints.complete,
+    services.complete,
+)
+"""In the order in which derived values build on each other."""
+
+
+def validate_args(args: Namespace) -> None:
+    """Check every rule and fill in derived values, in place; afterwards nobody assigns to `args`.
+
+    Raises:
+        ConfigError: all broken rules, each with flag, value, rule and fix.
+    """
+    problems = Problems()
+    for step in _STEPS:
+        step(args, problems)
+    problems.raise_if_any()

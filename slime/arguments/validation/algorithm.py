@@ -1,0 +1,101 @@
+"""Advantages, losses, KL, learning-rate schedule."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+
+from slime.arguments.problems import Problems
+
+logger = logging.getLogger(__name__)
+
+_GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+
+
+def complete(args: Namespace, problems: Problems) -> None:
+    """eps_clip_high, std normalisation, use_critic; contradictions between terms of the loss."""
+    args.use_critic = args.advantage_estimator == "ppo"
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.loss_type == "sft_loss":
+        args.compute_advantages_and_returns = False
+    if args.n_samples_per_prompt == 1:
+        args.grpo_std_normalization = False
+        if (
+            args.loss_type == "policy_loss"
+            and args.advantage_estimator in _GROUP_RELATIVE
+            and args.rewards_normalization
+            and not args.debug_rollout_only
+        ):
+            logger.warning(
+                "--n-samples-per-prompt 1 with --advantage-estimator %s: every reward equals its group's mean, so all "
+                "advantages are 0; use more samples per prompt, or --disable-rewards-normalization",
+                args.advantage_estimator,
+            )
+    _check_custom_loss(args, problems)
+    _check_kl(args, problems)
+    _check_schedule(args, problems)
+    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+        problems.add(
+            "--advantage-estimator",
+            args.advantage_estimator,
+            "requires --normalize-advantages",
+            "add --normalize-advantages",
+        )
+    if args.use_rollout_logprobs and args.use_tis:
+        problems.add("--use-rollout-logprobs", None, "excludes --use-tis", "give one of the two")
+    if args.eps_clip_high < args.eps_clip and not problems.concern("--eps-clip", "--eps-clip-high"):
+        problems.add(
+            "--eps-clip-high",
+            args.eps_clip_high,
+            f"must be at least --eps-clip {args.eps_clip}",
+            "raise it, or leave it out",
+        )
+
+
+def _check_custom_loss(args: Namespace, problems: Problems) -> None:
+    if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
+        problems.add("--loss-type", "custom_loss", "needs --custom-loss-function-path", "add it")
+    if args.loss_type != "custom_loss" and args.custom_loss_function_path is not None:
+        problems.add(
+            "--custom-loss-function-path",
+            args.custom_loss_function_path,
+            f"has no effect with --loss-type {args.loss_type}",
+            "add --loss-type custom_loss",
+        )
+    if args.custom_advantage_function_path is not None and not args.compute_advantages_and_returns:
+        problems.add(
+            "--custom-advantage-function-path",
+            args.custom_advantage_function_path,
+            "has no effect when no advantages are computed",
+            "leave out --disable-compute-advantages-and-returns and --loss-type sft_loss",
+        )
+
+
+def _check_kl(args: Namespace, problems: Problems) -> None:
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        problems.add(
+            "--kl-coef",
+            args.kl_coef,
+            f"excludes --kl-loss-coef {args.kl_loss_coef}: KL counts in the reward or in the loss",
+            "set one of them to 0",
+        )
+    for flag, given in (("--kl-loss-coef", args.kl_loss_coef != 0), ("--use-unbiased-kl", args.use_unbiased_kl)):
+        if given and not args.use_kl_loss:
+            value = args.kl_loss_coef if flag == "--kl-loss-coef" else None
+            problems.add(flag, value, "has no effect without --use-kl-loss", "add --use-kl-loss")
+
+
+def _check_schedule(args: Namespace, problems: Problems) -> None:
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        problems.add(
+            "--lr-warmup-fraction", args.lr_warmup_fraction, "excludes --lr-warmup-iters", "give one of the two"
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        problems.add("--lr-decay-style", "WSD", "needs --lr-wsd-decay-iters", "add the steps of the final decay")
+    if args.lr_decay_style != "WSD" and args.lr_wsd_decay_iters is not None:
+        problems.add(
+            "--lr-wsd-decay-iters", args.lr_wsd_decay_iters, "has no effect without --lr-decay-style WSD", "add it"
+        )
+    if args.min_lr > args.lr:
+        problems.add("--min-lr", args.min_lr, f"must not exceed --lr {args.lr}")

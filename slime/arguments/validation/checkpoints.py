@@ -1,0 +1,102 @@
+"""Where weights come from and go to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import string
+from argparse import Namespace
+
+from slime.arguments.problems import Problems
+from slime.arguments.validation.model import check_weights, read_hf_config
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def complete(args: Namespace, problems: Problems) -> None:
+    """ref_load must exist where KL is wanted; load falls back to it; save must be writable."""
+    _check_reference(args, problems)
+    _complete_load(args, problems)
+    if args.save_interval is not None and args.save is None:
+        problems.add("--save-interval", args.save_interval, "needs --save", "add --save DIRECTORY")
+    if args.save is not None:
+        _check_writable("--save", args.save, problems)
+    if args.save_hf is not None:
+        check_template("--save-hf", args.save_hf, {"rollout_id"}, required=set(), problems=problems)
+
+
+def _check_reference(args: Namespace, problems: Problems) -> None:
+    wanted = "--use-kl-loss" if args.use_kl_loss else f"--kl-coef {args.kl_coef}"
+    if (args.use_kl_loss or args.kl_coef != 0) and not args.debug_rollout_only and args.ref_load is None:
+        problems.add(
+            "--ref-load",
+            None,
+            f"is required with {wanted}",
+            f"give the reference checkpoint, --ref-load {args.hf_checkpoint or 'DIRECTORY'} for example",
+        )
+    if args.ref_load is not None:
+        if not os.path.isdir(args.ref_load):
+            problems.add("--ref-load", args.ref_load, "is not a directory", "give an existing checkpoint")
+        elif not os.path.isfile(os.path.join(args.ref_load, TRACKER)):
+            if read_hf_config(args.ref_load, "--ref-load", problems) is not None:
+                check_weights(args.ref_load, "--ref-load", problems)
+
+
+def _complete_load(args: Namespace, problems: Problems) -> None:
+    """A --load without a finished checkpoint means a first start: weights of --ref-load, rollout 0."""
+    resumes = args.load is not None and os.path.isfile(os.path.join(args.load, TRACKER))
+    if resumes:
+        _check_tracker(args.load, problems)
+    else:
+        if args.load is not None:
+            logger.info("--load %s holds no %s: starting anew", args.load, TRACKER)
+        args.load = args.ref_load
+    if resumes and not args.finetune:
+        return
+    if args.start_rollout_id:
+        logger.warning("--start-rollout-id %d is replaced by 0: nothing is resumed", args.start_rollout_id)
+    args.finetune = args.no_load_optim = args.no_load_rng = True
+    args.start_rollout_id = 0
+
+
+def _check_tracker(load: str, problems: Problems) -> None:
+    file = os.path.join(load, TRACKER)
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        content = opened.read().strip()
+    if content == "release":
+        return
+    if not content.isdigit():
+        problems.add(
+            "--load", load, f"{TRACKER} must hold a number, not {content[:40]!r}", "write the last step there"
+        )
+    elif not os.path.isdir(os.path.join(load, f"iter_{int(content):07d}")):
+        there = sorted(name for name in os.listdir(load) if name.startswith("iter_"))
+        fix = f"write the step of {there[-1]} into {TRACKER}" if there else ""
+        problems.add("--load", load, f"{TRACKER} names iter_{int(content):07d}, which is not there", fix)
+
+
+def _check_writable(flag: str, path: str, problems: Problems) -> None:
+    parent = os.path.abspath(path)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        problems.add(flag, path, f"{parent} is a file", "give a directory")
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        problems.add(flag, path, f"{parent} is not writable", "choose another directory")
+
+
+def check_template(flag: str, template: str, known: set[str], required: set[str], problems: Problems) -> None:
+    """Placeholders of a path template are known, and those that tell files apart are there."""
+    allowed = ", ".join("{" + name + "}" for name in sorted(known))
+    try:
+        fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        problems.add(flag, template, f"is not a valid template ({error})")
+        return
+    unknown = sorted(fields - known)
+    if unknown:
+        problems.add(flag, template, f"{{{unknown[0]}}} is unknown", f"use {allowed}")
+    for name in sorted(required - fields):
+        problems.add(flag, template, f"lacks {{{name}}}, so later files would replace earlier ones", f"use {allowed}")

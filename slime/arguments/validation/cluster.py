@@ -1,0 +1,113 @@
+"""Devices, and how many processes run on them."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import shutil
+import subprocess
+from argparse import Namespace
+
+from slime.arguments import pending
+from slime.arguments.problems import Problems
+
+logger = logging.getLogger(__name__)
+
+
+def cuda_present() -> bool:
+    """Whether an NVIDIA GPU answers on this machine; asks the driver, not torch."""
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return True
+    if shutil.which("nvidia-smi") is None:
+        return False
+    try:
+        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=1.0, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return result.returncode == 0 and "GPU" in result.stdout
+
+
+def complete_devices(args: Namespace, problems: Problems) -> None:
+    """device, dtype, distributed_backend."""
+    if args.device == "auto":
+        args.device = "cuda" if cuda_present() else "cpu"
+    if args.bf16 and args.dtype not in (None, "bfloat16"):
+        problems.add("--dtype", args.dtype, "contradicts --bf16", "give one of the two")
+    if args.dtype is None:
+        args.dtype = "bfloat16" if args.bf16 or args.device == "cuda" else "float32"
+    args.bf16 = args.dtype == "bfloat16"
+    if args.distributed_backend is None:
+        args.distributed_backend = "nccl" if args.device == "cuda" else "gloo"
+    elif args.distributed_backend == "nccl" and args.device == "cpu":
+        problems.add("--distributed-backend", "nccl", "needs --device cuda", "use gloo, or leave it out")
+    if args.context_parallel_size > 1:
+        problems.add(
+            "--context-parallel-size", args.context_parallel_size, f"not available yet: {pending.CONTEXT_PARALLEL}"
+        )
+    if args.rollout_num_gpus_per_engine > 1 and args.rollout_engine == "embedded":
+        problems.add(
+            "--rollout-num-gpus-per-engine",
+            args.rollout_num_gpus_per_engine,
+            f"not available yet: {pending.TENSOR_PARALLEL_ENGINE}",
+            "use 1; several engines share the load",
+        )
+
+
+def complete_sizes(args: Namespace, problems: Problems) -> None:
+    """Who gets how many GPUs, and what is offloaded."""
+    _complete_offload(args, problems)
+    actor = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.debug_train_only:
+        args.colocate = args.offload_train = args.offload_rollout = False
+        args.rollout_num_gpus = 0
+    elif args.debug_rollout_only:
+        _size_for_rollout_only(args, actor, problems)
+    elif args.colocate:
+        if args.rollout_num_gpus not in (None, actor):
+            logger.warning(
+                "--rollout-num-gpus %d is replaced by the trainers' %d GPUs under --colocate",
+                args.rollout_num_gpus,
+                actor,
+            )
+        args.rollout_num_gpus = actor
+    elif not args.rollout_num_gpus:
+        problems.add(
+            "--rollout-num-gpus",
+            args.rollout_num_gpus,
+            "is required without --colocate",
+            "give the GPUs of the inference engines, or share the trainers' with --colocate",
+        )
+        return
+    per_engine = args.rollout_num_gpus_per_engine
+    if args.rollout_num_gpus and args.rollout_num_gpus % per_engine and not problems.concern("--rollout-num-gpus"):
+        problems.add(
+            "--rollout-num-gpus",
+            args.rollout_num_gpus,
+            f"must be a multiple of --rollout-num-gpus-per-engine {per_engine}",
+        )
+
+
+def _complete_offload(args: Namespace, problems: Problems) -> None:
+    for flag, dest in (("--offload-train", "offload_train"), ("--offload-rollout", "offload_rollout")):
+        if args.offload and getattr(args, dest) is False:
+            problems.add("--offload", None, f"contradicts --no-{flag[2:]}", "give one of the two")
+        if getattr(args, dest) is None:
+            setattr(args, dest, args.offload or args.colocate)
+    del args.offload
+
+
+def _size_for_rollout_only(args: Namespace, actor: int, problems: Problems) -> None:
+    """Engines alone: the trainers' sizes follow from the engines' GPUs."""
+    if args.rollout_num_gpus is None and args.colocate:
+        args.rollout_num_gpus = actor
+    if not args.rollout_num_gpus:
+        problems.add("--rollout-num-gpus", args.rollout_num_gpus, "is required with --debug-rollout-only")
+        return
+    per_node = min(args.num_gpus_per_node, args.rollout_num_gpus)
+    if args.rollout_num_gpus % per_node:
+        problems.add(
+            "--rollout-num-gpus", args.rollout_num_gpus, f"must be a multiple of --num-gpus-per-node {per_node}"
+        )
+    args.actor_num_gpus_per_node = per_node
+    args.actor_num_nodes = args.rollout_num_gpus // per_node
+    args.colocate = args.offload_train = args.offload_rollout = False

@@ -1,0 +1,124 @@
+"""Prompt data and rewards: files exist, the first row has the columns that flags name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from argparse import Namespace
+from typing import Any
+
+from slime.arguments.parser import BY_DEST
+from slime.arguments.problems import Problems
+from slime.utils.data import DataError, split_path
+
+_KINDS = (".jsonl", ".parquet")
+
+
+def check(args: Namespace, problems: Problems) -> None:
+    """--prompt-data with its columns, and whether anything scores the responses."""
+    own_rows = args.data_source_path == BY_DEST["data_source_path"].default
+    first = None
+    if args.prompt_data is not None and own_rows:
+        columns = {"--input-key": args.input_key, "--label-key": args.label_key, "--tool-key": args.tool_key}
+        first = check_file("--prompt-data", args.prompt_data, columns, problems)
+    elif own_rows and _needs_prompts(args):
+        problems.add(
+            "--prompt-data",
+            None,
+            "is required",
+            "give a .jsonl or .parquet file, or --disable-rollout-global-dataset when the rollout function has its own",
+        )
+    _check_reward(args, first, problems)
+
+
+def _needs_prompts(args: Namespace) -> bool:
+    return (
+        args.rollout_global_dataset
+        and args.load_debug_rollout_data is None
+        and args.num_rollout != 0
+        and not (args.debug_train_only and args.loss_type != "sft_loss")
+    )
+
+
+def check_file(flag: str, path: str, columns: dict[str, str | None], problems: Problems) -> dict[str, Any] | None:
+    """Check that a data file exists and that its first row (jsonl) has `columns`; the row, when it could be read."""
+    try:
+        file, _ = split_path(path)
+    except DataError as error:
+        problems.add(flag, path, str(error).partition(": ")[2])
+        return None
+    if not os.path.isfile(file):
+        problems.add(flag, path, "is not a file", _similar_file(file))
+        return None
+    if not file.endswith(_KINDS):
+        problems.add(flag, path, f"must end in {' or '.join(_KINDS)}")
+        return None
+    if file.endswith(".parquet"):
+        return None
+    return _check_first_row(flag, path, file, columns, problems)
+
+
+def _similar_file(file: str) -> str:
+    folder = os.path.dirname(file) or "."
+    if not os.path.isdir(folder):
+        return f"there is no directory {folder}"
+    close = difflib.get_close_matches(os.path.basename(file), os.listdir(folder), n=1)
+    return f"did you mean {os.path.join(os.path.dirname(file), close[0])}?" if close else ""
+
+
+def _check_first_row(flag: str, path: str, file: str, columns: dict, problems: Problems) -> dict[str, Any] | None:
+    try:
+        with open(file, encoding="utf-8") as opened:
+            number, line = next(((n, text) for n, text in enumerate(opened, 1) if text.strip()), (0, ""))
+    except OSError as error:
+        problems.add(flag, path, f"cannot be read ({error.strerror})")
+        return None
+    except UnicodeDecodeError as error:
+        problems.add(flag, path, f"is not UTF-8 text ({error.reason} at byte {error.start})")
+        return None
+    if not line:
+        problems.add(flag, path, "has no rows")
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        problems.add(flag, path, f"{file}:{number} is not valid JSON ({error})")
+        return None
+    if not isinstance(row, dict):
+        problems.add(flag, path, f"{file}:{number} must be a JSON object")
+        return None
+    for key_flag, key in columns.items():
+        if key is not None and key not in row:
+            close = difflib.get_close_matches(key, row, n=1, cutoff=0.4)
+            fix = f"did you mean {close[0]}?" if close else ""
+            problems.add(key_flag, key, f"is no key of {file}:{number}, which has {', '.join(sorted(row))}", fix)
+    return row
+
+
+def _check_reward(args: Namespace, first: dict[str, Any] | None, problems: Problems) -> None:
+    if args.rm_type is not None and args.rm_type.endswith("remote_rm") and args.rm_url is None:
+        problems.add("--rm-type", args.rm_type, "needs --rm-url", "add the address of the reward service")
+    if args.rm_type in ("dapo", "boxed_dapo") and args.reward_key is None and args.custom_rm_path is None:
+        problems.add("--rm-type", args.rm_type, "gives a dict of scores", "add --reward-key score")
+    has_own = (
+        args.rm_type
+        or args.custom_rm_path
+        or args.custom_generate_function_path
+        or args.rollout_sample_hook_path
+        or args.custom_reward_post_process_path
+        or args.rollout_function_path != BY_DEST["rollout_function_path"].default
+        or args.data_source_path != BY_DEST["data_source_path"].default
+        or args.debug_train_only
+        or args.loss_type != "policy_loss"
+    )
+    if has_own or first is None:
+        return
+    metadata = first.get(args.metadata_key)
+    if not (isinstance(metadata, dict) and metadata.get("rm_type")):
+        problems.add(
+            "--rm-type",
+            None,
+            "is required: nothing says how responses are scored",
+            "give --rm-type, --custom-rm-path, or rm_type in the metadata of each row",
+        )

@@ -1,0 +1,81 @@
+"""Import paths of user functions, looked up without importing them (their modules may import torch)."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import pkgutil
+from argparse import Namespace
+from importlib.machinery import ModuleSpec, PathFinder
+
+from slime.arguments.families import FLAGS
+from slime.arguments.flag import function_path
+from slime.arguments.problems import Problems
+
+
+def check(args: Namespace, problems: Problems) -> None:
+    """Every function path that is not the default must name something that exists."""
+    for flag in FLAGS:
+        if flag.type is not function_path:
+            continue
+        value = getattr(args, flag.dest)
+        for path in value if flag.is_list else [value]:
+            if path and path != flag.default:
+                check_path(flag.name, path, problems)
+
+
+def check_path(flag: str, path: str, problems: Problems) -> None:
+    """Add a problem when `pkg.mod.name` has no such module, or the module's source defines no such name."""
+    module, _, name = path.rpartition(".")
+    spec, rule, fix = _find_module(module)
+    if spec is None:
+        problems.add(flag, path, rule, fix)
+        return
+    names = _names_in(spec)
+    if names is not None and name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        problems.add(
+            flag, path, f"{spec.origin} defines no {name}", f"did you mean {module}.{close[0]}?" if close else ""
+        )
+
+
+def _find_module(module: str) -> tuple[ModuleSpec | None, str, str]:
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:
+        spec = None
+    if spec is None:
+        return None, f"there is no module {top}", f"run with PYTHONPATH set to the directory that holds {top}"
+    name = top
+    for part in rest:
+        locations = list(spec.submodule_search_locations or [])
+        spec = PathFinder.find_spec(f"{name}.{part}", locations) if locations else None
+        if spec is None:
+            there = [m.name for m in pkgutil.iter_modules(locations)]
+            close = difflib.get_close_matches(part, there, n=1)
+            return None, f"{name} has no module {part}", f"did you mean {name}.{close[0]}?" if close else ""
+        name = f"{name}.{part}"
+    return spec, "", ""
+
+
+def _names_in(spec: ModuleSpec) -> set[str] | None:
+    """Top-level names of a module's source; None when they cannot be told without running it."""
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    with open(spec.origin, "rb") as file:
+        source = file.read()
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return None if names & {"*", "__getattr__"} else names

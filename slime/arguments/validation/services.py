@@ -1,0 +1,65 @@
+"""Engines, router, trackers, dumps, the run directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import time
+from argparse import Namespace
+
+from slime.arguments.problems import Problems
+from slime.arguments.validation.checkpoints import check_template
+
+
+def complete_debug(args: Namespace, problems: Problems) -> None:
+    """Which halves of the loop run, and what is dumped."""
+    if args.load_debug_rollout_data is not None:
+        args.debug_train_only = True
+        _check_dump_source(args.load_debug_rollout_data, problems)
+    elif args.load_debug_rollout_data_subsample is not None:
+        problems.add(
+            "--load-debug-rollout-data-subsample",
+            args.load_debug_rollout_data_subsample,
+            "has no effect without --load-debug-rollout-data",
+            "add it",
+        )
+    if args.debug_train_only and args.debug_rollout_only:
+        other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+        problems.add("--debug-rollout-only", None, f"excludes {other}", "give one of the two")
+    if args.dump_details is not None:
+        for flag, name in (("rollout", "{rollout_id}.pt"), ("train", "{rollout_id}_{rank}.pt")):
+            dest = f"save_debug_{flag}_data"
+            if getattr(args, dest) is None:
+                setattr(args, dest, os.path.join(args.dump_details, f"{flag}_data", name))
+    for flag, known in (("rollout", {"rollout_id"}), ("train", {"rollout_id", "rank"})):
+        template = getattr(args, f"save_debug_{flag}_data")
+        if template is not None:
+            check_template(f"--save-debug-{flag}-data", template, known, required=known, problems=problems)
+
+
+def _check_dump_source(template: str, problems: Problems) -> None:
+    folder = os.path.dirname(template) or "."
+    if not os.path.isdir(folder):
+        problems.add("--load-debug-rollout-data", template, f"there is no directory {folder}")
+    elif "{" not in template and not os.path.isfile(template):
+        problems.add("--load-debug-rollout-data", template, "is not a file")
+
+
+def complete(args: Namespace, problems: Problems) -> None:
+    """Engine memory, router address, trackers, run directory."""
+    if args.sglang_mem_fraction_static is None:
+        args.sglang_mem_fraction_static = 0.6 if args.colocate else 0.85
+    for flag, other in (("ip", "port"), ("port", "ip")):
+        value = getattr(args, f"sglang_router_{flag}")
+        if value is not None and getattr(args, f"sglang_router_{other}") is None:
+            problems.add(f"--sglang-router-{flag}", value, f"needs --sglang-router-{other}", "add it")
+    if args.ci_disable_kl_checker and not args.ci_test:
+        problems.add("--ci-disable-kl-checker", None, "has no effect without --ci-test", "add it")
+    if args.use_wandb and args.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
+        problems.add("--use-wandb", None, "wandb is not installed", 'pip install "slime[wandb]"')
+    if args.run_dir is None:
+        model = os.path.basename(os.path.normpath(args.hf_checkpoint or "model"))
+        args.run_dir = os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-{model}")
+    elif os.path.exists(args.run_dir) and not os.path.isdir(args.run_dir):
+        problems.add("--run-dir", args.run_dir, "is a file", "give a directory")
