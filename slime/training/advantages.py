@@ -25,7 +25,7 @@ def compute_advantages(args: Namespace, data: RankData, dp_group: dist.ProcessGr
     if args.custom_advantage_function_path:
         from slime.utils.misc import load_function
 
-        load_function(args.custom_advantage_function_path)(args, data)
+        load_function(args.custom_advantage_function_path, "--custom-advantage-function-path")(args, data)
         missing = [key for key in ("advantages", "returns") if key not in data]
         if missing:
             raise ValueError(

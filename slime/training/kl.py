@@ -24,8 +24,7 @@ def approx_kl(
     Raises:
         ValueError: unknown `kind`.
     """
-    dtype = torch.promote_types(torch.float32, log_probs.dtype)
-    x = log_probs.to(dtype) - ref_log_probs.to(dtype)
+    x = log_probs.to(torch.promote_types(torch.float32, log_probs.dtype)) - ref_log_probs
     if kind == "k1":
         kl = x
     elif kind == "k2":

@@ -105,8 +105,8 @@ def compute_policy_loss(
     mask = mb.loss_masks != 0
     train_log_probs = log_probs_R.detach() if mb.old_log_probs is None else mb.old_log_probs
     old = _required(mb.rollout_log_probs, "rollout_log_probs") if args.use_rollout_logprobs else train_log_probs
-    advantages = _required(mb.advantages, "advantages")
-    # Masked positions may hold anything; a zero there keeps exp() and its gradient finite.
+    # Masked positions may hold anything; a zero there keeps values and gradients finite.
+    advantages = torch.where(mask, _required(mb.advantages, "advantages"), 0.0)
     log_ratio = torch.where(mask, old - log_probs_R, 0.0)
     if args.advantage_estimator == "gspo":
         log_ratio = sequence_mean(mb, log_ratio)
@@ -150,7 +150,7 @@ def compute_custom_loss(args: Namespace, mb: MicroBatch, logits: torch.Tensor, r
     """
     from slime.utils.misc import load_function
 
-    function = load_function(args.custom_loss_function_path)
+    function = load_function(args.custom_loss_function_path, "--custom-loss-function-path")
     loss, metrics = function(args, mb.to_rollout_batch(), _required(logits, "logits"), reduce)
     return loss, _detached(metrics, loss)
 

@@ -1,0 +1,97 @@
+"""The formulas in plain Python floats (float64), one token at a time, straight from their definitions.
+
+Nothing here is shared with `slime.training`; the tests compare the two.
+"""
+
+import math
+
+
+def log_softmax(logits, temperature):
+    scaled = [z / temperature for z in logits]
+    top = max(scaled)
+    norm = top + math.log(sum(math.exp(z - top) for z in scaled))
+    return [z - norm for z in scaled]
+
+
+def entropy(logits, temperature):
+    return -sum(math.exp(lp) * lp for lp in log_softmax(logits, temperature))
+
+
+def kl(kind, log_prob, ref, ratio=1.0):
+    x = log_prob - ref
+    value = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x, "low_var_kl": math.exp(-x) - 1 + x}[kind]
+    value *= ratio
+    return min(max(value, -10.0), 10.0) if kind == "low_var_kl" else value
+
+
+def group_rewards(rewards, groups, rollouts, divide):
+    out = []
+    for i, reward in enumerate(rewards):
+        scores = []
+        for rollout in sorted({rollouts[j] for j in range(len(rewards)) if groups[j] == groups[i]}):
+            pieces = [rewards[j] for j in range(len(rewards)) if groups[j] == groups[i] and rollouts[j] == rollout]
+            scores.append(sum(pieces) / len(pieces))
+        mean = sum(scores) / len(scores)
+        value = reward - mean
+        if divide and len(scores) > 1:
+            value /= math.sqrt(sum((s - mean) ** 2 for s in scores) / (len(scores) - 1)) + 1e-6
+        out.append(value)
+    return out
+
+
+def discounted(rewards, gamma):
+    out, running = [], 0.0
+    for reward in reversed(rewards):
+        running = reward + gamma * running
+        out.append(running)
+    return out[::-1]
+
+
+def reinforce_plus_plus(reward, kls, mask, kl_coef, gamma):
+    if 1 not in mask:
+        return [0.0] * len(kls)
+    token_rewards = [-kl_coef * k * m for k, m in zip(kls, mask, strict=True)]
+    last = max(t for t, m in enumerate(mask) if m)
+    token_rewards[last] += reward
+    return discounted(token_rewards, gamma)
+
+
+def whiten(values, masks):
+    kept = [v for vs, ms in zip(values, masks, strict=True) for v, m in zip(vs, ms, strict=True) if m]
+    mean = sum(kept) / len(kept)
+    variance = sum((v - mean) ** 2 for v in kept) / max(len(kept) - 1, 1)
+    return [[(v - mean) / math.sqrt(variance + 1e-8) for v in vs] for vs in values]
+
+
+def aggregate(values, masks, rollouts, per_token):
+    """Per-token lists of all samples of one global batch -> scalar."""
+    sums = [sum(v * m for v, m in zip(vs, ms, strict=True) if m) for vs, ms in zip(values, masks, strict=True)]
+    if per_token:
+        return sum(sums) / sum(max(sum(ms), 1) for ms in masks)
+    total = 0.0
+    for rollout in set(rollouts):
+        pieces = [i for i in range(len(rollouts)) if rollouts[i] == rollout]
+        total += sum(sums[i] for i in pieces) / max(sum(sum(masks[i]) for i in pieces), 1)
+    return total / len(set(rollouts))
+
+
+def policy_tokens(args, pi, old, advantages, mask):
+    """Per-token policy loss, clip indicator and log-ratio d of one sample."""
+    d = [o - p for o, p in zip(old, pi, strict=True)]
+    if args.advantage_estimator == "gspo":
+        mean = sum(x * m for x, m in zip(d, mask, strict=True)) / max(sum(mask), 1)
+        d = [mean] * len(d)
+    losses, clips = [], []
+    for x, p, a in zip(d, pi, advantages, strict=True):
+        ratio = math.exp(-x)
+        bounded = min(max(ratio, 1 - args.eps_clip), 1 + args.eps_clip_high)
+        if args.advantage_estimator == "cispo":
+            losses.append(-bounded * a * p)
+            clips.append(float(bounded != ratio))
+            continue
+        loss = max(-ratio * a, -bounded * a)
+        if args.eps_clip_c is not None and a < 0:
+            loss = min(loss, -args.eps_clip_c * a)
+        losses.append(loss)
+        clips.append(float(-bounded * a > -ratio * a))
+    return losses, clips, d

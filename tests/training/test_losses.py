@@ -1,0 +1,267 @@
+import math
+
+import pytest
+import torch
+
+from slime.training.logprobs import log_probs_from_logits
+from slime.training.losses import compute_loss
+from slime.training.reducers import make_reducer
+from tests.training import reference
+from tests.training.batches import make_args, random_batch, random_tokens, rank_data
+
+pytestmark = pytest.mark.unit
+
+ALGORITHMS = {
+    "grpo": {},
+    "clip_higher": {"eps_clip": 0.1, "eps_clip_high": 0.28},
+    "dual_clip": {"eps_clip_c": 1.5},
+    "gspo": {"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.08},
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.3},
+    "entropy": {"entropy_coef": 0.02},
+    "kl": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
+    "unbiased_kl": {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True},
+    "rollout_old": {"use_rollout_logprobs": True},
+}
+VOCAB = 6
+
+
+class Problem:
+    """A batch with a table of logits per response token as the 'model', so that gradients can be compared."""
+
+    def __init__(self, seed: int = 0, samples: int = 9):
+        self.batch = random_batch(seed, samples)
+        generator = torch.Generator().manual_seed(seed)
+        sizes = self.batch["response_lengths"]
+        self.logits = [torch.randn(n, VOCAB, generator=generator, dtype=torch.float64) for n in sizes]
+        self.targets = [torch.randint(0, VOCAB, (n,), generator=generator) for n in sizes]
+        current = [log_probs_from_logits(*pair)[0] for pair in zip(self.logits, self.targets, strict=True)]
+        noise = random_tokens(seed + 1, self.batch, 0.3)
+        self.columns = {
+            "log_probs": [c + n for c, n in zip(current, noise, strict=True)],
+            "ref_log_probs": [c - 2 * n for c, n in zip(current, noise, strict=True)],
+            "advantages": random_tokens(seed + 2, self.batch),
+        }
+
+    def run(self, args, per_token=False, **schedule):
+        """Sums over micro-batches and ranks: (metrics, gradient of each sample's logits)."""
+        leaves = [x.clone().requires_grad_() for x in self.logits]
+        totals: dict[str, torch.Tensor] = {}
+        for data in rank_data(self.batch, self.columns, **schedule):
+            for step, micro_batches in enumerate(data.steps):
+                for index in range(len(micro_batches)):
+                    mb = data.micro_batch(step, index)
+                    rows = [i - 100 for i in mb.sample_indices]
+                    logits = torch.cat([leaves[i] for i in rows]) if rows else torch.zeros(0, VOCAB).double()
+                    targets = torch.cat([self.targets[i] for i in rows]) if rows else torch.zeros(0).long()
+                    log_probs, entropy = log_probs_from_logits(
+                        logits, targets, with_entropy=True, entropy_grad=args.entropy_coef != 0
+                    )
+                    loss, metrics = compute_loss(args, mb, log_probs, entropy, make_reducer(mb, per_token))
+                    if rows:
+                        loss.backward()
+                    for key, value in metrics.items():
+                        assert not value.requires_grad
+                        totals[key] = totals.get(key, 0) + value
+        return totals, [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_against_reference(name, per_token):
+    args = make_args(**ALGORITHMS[name])
+    problem = Problem(seed=4, samples=12)
+    got, _ = problem.run(args, per_token)
+
+    batch, columns = problem.batch, {k: [x.tolist() for x in v] for k, v in problem.columns.items()}
+    rollout = [torch.tensor(x, dtype=torch.float32).tolist() for x in batch["rollout_log_probs"]]
+    old = rollout if args.use_rollout_logprobs else columns["log_probs"]
+    table = [
+        [
+            (reference.log_softmax(z, 1.0)[t], reference.entropy(z, 1.0))
+            for z, t in zip(zs.tolist(), ts.tolist(), strict=True)
+        ]
+        for zs, ts in zip(problem.logits, problem.targets, strict=True)
+    ]
+    pi = [[lp for lp, _ in row] for row in table]
+    tokens = [
+        reference.policy_tokens(args, *row)
+        for row in zip(pi, old, columns["advantages"], batch["loss_masks"], strict=True)
+    ]
+    kl = [
+        [
+            reference.kl(args.kl_loss_type, p, r, math.exp(p - o) if args.use_unbiased_kl else 1.0)
+            for p, r, o in zip(*rows, strict=True)
+        ]
+        for rows in zip(pi, columns["ref_log_probs"], old, strict=True)
+    ]
+    want = {
+        "pg_loss": [losses for losses, _, _ in tokens],
+        "pg_clipfrac": [clips for _, clips, _ in tokens],
+        "ppo_kl": [d for _, _, d in tokens],
+        "entropy_loss": [[h for _, h in row] for row in table],
+        "train_rollout_logprob_abs_diff": [
+            [abs(a - b) for a, b in zip(*rows, strict=True)]
+            for rows in zip(columns["log_probs"], rollout, strict=True)
+        ],
+    }
+    if args.use_kl_loss:
+        want["kl_loss"] = kl
+    want = {
+        key: reference.aggregate(values, batch["loss_masks"], batch["rollout_ids"], per_token)
+        for key, values in want.items()
+    }
+    want["loss"] = (
+        want["pg_loss"] - args.entropy_coef * want["entropy_loss"] + args.kl_loss_coef * want.get("kl_loss", 0.0)
+    )
+    assert set(got) == set(want)
+    for key, value in want.items():
+        assert got[key].item() == pytest.approx(value, rel=1e-10, abs=1e-12), key
+    assert 0 < want["pg_clipfrac"] < 1
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_any_cut_gives_the_same_loss_and_gradient(name, per_token):
+    """Micro-batch sizes, packing, order and data parallelism change nothing; some micro-batches are empty."""
+    args = make_args(**ALGORITHMS[name])
+    problem = Problem(seed=7)
+    want_metrics, want_grads = problem.run(args, per_token)
+    cuts = [
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 2, "dp_size": 2},
+        {"micro_batch_size": 1, "dp_size": 4},
+        {"max_tokens": 20},
+        {"max_tokens": 20, "dp_size": 3, "balance": False},
+        {"max_tokens": 1000, "dp_size": 2},
+    ]
+    for cut in cuts:
+        metrics, grads = problem.run(args, per_token, **{"balance": True, **cut})
+        for key, value in want_metrics.items():
+            assert metrics[key].item() == pytest.approx(value.item(), rel=1e-10, abs=1e-12), (cut, key)
+        for got, want in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+    assert sum(g.abs().sum() for g in want_grads) > 0
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"cispo"}))
+def test_gradient_is_the_derivative(name):
+    """Central differences of the loss on some logits. CISPO's weight is detached, so it has a test of its own."""
+    args = make_args(**ALGORITHMS[name])
+    problem = Problem(seed=3)
+    _, grads = problem.run(args)
+    for sample, token, column in ((1, 0, 0), (3, 1, 4), (5, 0, 2), (0, 0, 1)):
+        values = []
+        for shift in (1e-6, -1e-6):
+            problem.logits[sample][token, column] += shift
+            values.append(problem.run(args)[0]["loss"].item())
+            problem.logits[sample][token, column] -= shift
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(grads[sample][token, column].item(), abs=1e-7)
+
+
+def test_cispo_gradient_is_weighted_reinforce():
+    batch = random_batch(1)
+    columns = {"log_probs": random_tokens(1, batch), "advantages": random_tokens(2, batch)}
+    mb = rank_data(batch, columns)[0].micro_batch(0, 0)
+    pi = (mb.old_log_probs + 0.5).requires_grad_()
+    args = make_args(advantage_estimator="cispo", eps_clip=1.0, eps_clip_high=0.2)
+    compute_loss(args, mb, pi, torch.zeros_like(pi), lambda x: (x * mb.loss_masks).sum())[0].backward()
+    torch.testing.assert_close(pi.grad, -1.2 * mb.advantages * mb.loss_masks)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dual_clip", "gspo", "cispo", "kl"])
+@pytest.mark.parametrize("skipped_pass", [False, True])
+def test_first_step_is_exactly_zero(name, skipped_pass):
+    """Old log-probs bit-equal, or none because the pass was skipped: ppo_kl, pg_clipfrac, kl_loss are 0.0."""
+    batch = random_batch(2)
+    current = [x.float() for x in random_tokens(1, batch)]
+    columns = {"ref_log_probs": current, "advantages": [x.float() for x in random_tokens(2, batch)]}
+    if not skipped_pass:
+        columns["log_probs"] = current
+    (data,) = rank_data(batch, columns)
+    mb = data.micro_batch(0, 0)
+    pi = torch.cat([current[i - 100] for i in mb.sample_indices]).requires_grad_()
+    loss, metrics = compute_loss(make_args(**ALGORITHMS[name]), mb, pi, pi.detach(), make_reducer(mb, False))
+    assert metrics["ppo_kl"].item() == 0 and metrics["pg_clipfrac"].item() == 0
+    assert metrics.get("kl_loss", torch.zeros(())).item() == 0
+    loss.backward()
+    assert pi.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_masked_positions_may_hold_anything(name):
+    problem = Problem(seed=11)
+    args = make_args(**ALGORITHMS[name])
+    want, want_grads = problem.run(args)
+    for values in (*problem.columns.values(), problem.batch["rollout_log_probs"]):
+        for value, mask in zip(values, problem.batch["loss_masks"], strict=True):
+            for t, m in enumerate(mask):
+                if not m:
+                    value[t] = float("nan") if t % 2 else -float("inf")
+    got, grads = problem.run(args)
+    assert {k: v.item() for k, v in got.items()} == {k: v.item() for k, v in want.items()}
+    assert all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
+
+
+def test_wholly_masked_batch_has_zero_loss_and_gradient():
+    problem = Problem(seed=1)
+    problem.batch["loss_masks"] = [[0] * n for n in problem.batch["response_lengths"]]
+    for per_token in (False, True):
+        metrics, grads = problem.run(make_args(**ALGORITHMS["kl"]), per_token)
+        assert all(value.item() == 0 for value in metrics.values())
+        assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_sft_loss(per_token):
+    problem = Problem(seed=6)
+    args = make_args(loss_type="sft_loss")
+    got, grads = problem.run(args, per_token)
+    pi = [
+        [-reference.log_softmax(z, 1.0)[t] for z, t in zip(zs.tolist(), ts.tolist(), strict=True)]
+        for zs, ts in zip(problem.logits, problem.targets, strict=True)
+    ]
+    want = reference.aggregate(pi, problem.batch["loss_masks"], problem.batch["rollout_ids"], per_token)
+    assert set(got) == {"loss"} and got["loss"].item() == pytest.approx(want, rel=1e-12)
+    _, split = problem.run(args, per_token, micro_batch_size=1, dp_size=3)
+    for a, b in zip(grads, split, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+def custom_loss(args, batch, logits, sum_of_sample_mean):
+    assert [len(a) for a in batch["advantages"]] == batch["response_lengths"]
+    assert [len(t) for t in batch["tokens"]] == batch["total_lengths"]
+    assert batch["metadata"][0] == {"row": batch["sample_indices"][0] - 100}
+    per_token = logits[0, : sum(batch["response_lengths"]), 0] * torch.cat(batch["advantages"])
+    return sum_of_sample_mean(per_token), {"tokens": sum(batch["response_lengths"]), "mine": per_token.sum()}
+
+
+def test_custom_loss():
+    batch = random_batch(2)
+    (data,) = rank_data(batch, {"advantages": random_tokens(2, batch)})
+    mb = data.micro_batch(0, 0)
+    logits = torch.randn(1, mb.tokens.shape[0], 4, dtype=torch.float64, requires_grad=True)
+    args = make_args(loss_type="custom_loss", custom_loss_function_path=f"{__name__}:custom_loss")
+    reduce = make_reducer(mb, False)
+    loss, metrics = compute_loss(args, mb, torch.zeros(0), None, reduce, logits)
+    responses = sum(batch["response_lengths"])
+    assert loss.item() == pytest.approx(reduce(logits[0, :responses, 0] * mb.advantages).item())
+    assert metrics["tokens"] == responses and not metrics["mine"].requires_grad
+    with pytest.raises(ValueError, match="the loss needs logits"):
+        compute_loss(args, mb, torch.zeros(0), None, reduce)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"use_rollout_logprobs": True}, "needs rollout_log_probs"),
+        ({"use_kl_loss": True}, "needs ref_log_probs"),
+        ({"loss_type": "nope"}, "unknown --loss-type 'nope'"),
+    ],
+)
+def test_missing_inputs_are_named(changes, message):
+    batch = {**random_batch(2), "rollout_log_probs": None}
+    (data,) = rank_data(batch, {"advantages": random_tokens(2, batch)})
+    mb = data.micro_batch(0, 0)
+    x = torch.zeros_like(mb.loss_masks)
+    with pytest.raises(ValueError, match=message):
+        compute_loss(make_args(**changes), mb, x, x, make_reducer(mb, False))
