@@ -1,0 +1,95 @@
+"""The console of a run: a live line for the phase that runs now, then one row per rollout.
+
+On a terminal it is drawn by rich; otherwise each row is one plain line. `logs/driver.log` gets the plain lines too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROW = (
+    ("reward", "rollout/raw_reward", ".3f"),
+    ("len", "rollout/response_len/mean", ".1f"),
+    ("trunc", "rollout/truncated_ratio", ".0%"),
+    ("loss", "train/loss", ".4g"),
+    ("kl", "train/kl_loss", ".3g"),
+    ("clip", "train/pg_clipfrac", ".3g"),
+    ("gnorm", "train/grad_norm", ".3g"),
+    ("generate", "perf/rollout_time", ".1fs"),
+    ("train", "perf/train_time", ".1fs"),
+    ("sync", "perf/update_weights_time", ".2fs"),
+)
+
+
+class Console:
+    """Prints to stdout and appends every line to the driver's log."""
+
+    def __init__(self, log_file: Path) -> None:
+        self._log = open(log_file, "a")  # noqa: SIM115 (closed by close)
+        self._rich = None
+        if sys.stdout.isatty():
+            from rich.console import Console as RichConsole
+
+            self._rich = RichConsole()
+
+    def line(self, text: str) -> None:
+        self.record(text)
+        if self._rich is not None:
+            self._rich.print(text, highlight=True, markup=False)
+        else:
+            print(text, flush=True)
+
+    def error(self, text: str) -> None:
+        """To stderr and the log."""
+        self.record(text)
+        print(text, file=sys.stderr, flush=True)
+
+    def row(self, rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> None:
+        """One line that sums a rollout up, e.g. `rollout 3/100  reward 0.412  len 23.1  ...`."""
+        cells = [f"{label} {_format(metrics[key], spec)}" for label, key, spec in ROW if key in metrics]
+        self.line("  ".join([f"rollout {rollout_id + 1}/{num_rollout}", *cells]))
+
+    def evaluation(self, rollout_id: int, metrics: dict[str, Any]) -> None:
+        """One line with the mean reward per dataset (keys `eval/{name}` without further parts)."""
+        scores = [(key.split("/", 1)[1], value) for key, value in metrics.items() if key.startswith("eval/")]
+        cells = [f"{name} {value:.3f}" for name, value in scores if "/" not in name and "-truncated" not in name]
+        self.line("  ".join([f"eval after {rollout_id} rollouts", *cells]))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A spinner with the elapsed time while the phase runs (terminals only); the log notes start and end."""
+        start = time.monotonic()
+        self.record(f"{name} ...")
+        with self._spinner(name):
+            yield
+        self.record(f"{name}: {time.monotonic() - start:.2f}s")
+
+    @contextlib.contextmanager
+    def _spinner(self, name: str) -> Iterator[None]:
+        if self._rich is None:
+            yield
+            return
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self._rich, transient=True, refresh_per_second=4) as progress:
+            progress.add_task(name, total=None)
+            yield
+
+    def record(self, text: str) -> None:
+        """Only to the driver's log."""
+        stamp = time.strftime("%H:%M:%S")
+        self._log.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+        self._log.flush()
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def _format(value: float, spec: str) -> str:
+    return f"{value:{spec[:-1]}}s" if spec.endswith("s") else f"{value:{spec}}"

@@ -1,0 +1,51 @@
+"""Rollout dumps (`--save-debug-rollout-data`, `--load-debug-rollout-data`): a rollout as a file, to replay later."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from slime.utils.types import Sample
+
+
+def save_rollout_dump(template: str, rollout_id: int | str, samples: list[Sample]) -> Path:
+    """Write `{"rollout_id", "samples"}` with torch.save at `template` with `{rollout_id}` filled in."""
+    import torch
+
+    path = Path(template.format(rollout_id=rollout_id))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+    torch.save({"rollout_id": rollout_id, "samples": [sample.to_dict() for sample in samples]}, temporary)
+    os.replace(temporary, path)
+    return path
+
+
+def load_rollout_dump(template: str, rollout_id: int, subsample: float | None = None) -> list[Sample]:
+    """Samples of a dump; `subsample` keeps that fraction, half from the head and half from the tail.
+
+    Raises:
+        FileNotFoundError: names the flag, and the path after the rollout id was filled in.
+    """
+    import torch
+
+    path = Path(template.format(rollout_id=rollout_id))
+    if not path.is_file():
+        raise FileNotFoundError(f"--load-debug-rollout-data {template}: no dump of rollout {rollout_id} at {path}")
+    with torch.serialization.safe_globals(_numpy_globals()):
+        data: dict[str, Any] = torch.load(path, weights_only=True)
+    samples = [Sample.from_dict(entry) for entry in data["samples"]]
+    if subsample is not None:
+        keep = max(2, int(len(samples) * subsample))
+        if keep < len(samples):
+            samples = samples[: keep // 2] + samples[len(samples) - (keep - keep // 2) :]
+    return samples
+
+
+def _numpy_globals() -> list[Any]:
+    """What a pickled numpy array or scalar is made of (routed experts travel as arrays)."""
+    import numpy as np
+
+    kinds = (np.int32, np.int64, np.float32, np.float64, np.bool_)
+    rebuild = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
+    return [np.ndarray, np.dtype, *rebuild, *(type(np.dtype(kind)) for kind in kinds)]

@@ -1,0 +1,149 @@
+"""Where metrics go: console, `metrics.jsonl`, TensorBoard, wandb. The driver owns the one `MetricsLogger` of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime.observability.console import Console
+from slime.observability.run_dir import RunDir, to_plain
+
+STEP_AXES = {
+    "train/*": "train/step",
+    "rollout/*": "rollout/step",
+    "multi_turn/*": "rollout/step",
+    "passrate/*": "rollout/step",
+    "perf/*": "rollout/step",
+    "eval/*": "eval/step",
+}
+
+
+class Tracker(Protocol):
+    """Takes scalars of one step of one axis (`rollout/step`, `train/step`, `eval/step`)."""
+
+    def log(self, metrics: dict[str, float], step_key: str, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """One line per step: `{step_key: step, "time": unix seconds, name: value, ...}`; NaN and infinity as text."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a")  # noqa: SIM115 (closed by close)
+
+    def log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({step_key: step, "time": round(time.time(), 3), **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """Event files through tensorboard's own writer, so that the driver need not import torch."""
+
+    def __init__(self, args: Namespace) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        root = args.tb_project_name or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
+        self._writer = EventFileWriter(os.path.join(root, args.tb_experiment_name or ""))
+
+    def log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases (extra `wandb`)."""
+
+    def __init__(self, args: Namespace) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("--use-wandb needs the package wandb: pip install 'slime[wandb]'") from error
+        if args.wandb_host:
+            os.environ["WANDB_BASE_URL"] = args.wandb_host
+        if args.wandb_key and args.wandb_mode not in ("offline", "disabled"):
+            wandb.login(key=args.wandb_key, host=args.wandb_host)
+        name = args.wandb_group
+        if name and args.wandb_random_suffix:
+            name = f"{name}_{wandb.util.generate_id()}"
+        self._run = wandb.init(
+            project=args.wandb_project,
+            entity=args.wandb_team,
+            group=args.wandb_group,
+            name=name,
+            id=args.wandb_run_id,
+            resume="allow" if args.wandb_run_id else None,
+            mode=args.wandb_mode,
+            dir=args.wandb_dir or args.run_dir,
+            config={key: value for key, value in to_plain(vars(args)).items() if key != "wandb_key"},
+        )
+        for axis in sorted(set(STEP_AXES.values())):
+            self._run.define_metric(axis)
+        for pattern, axis in STEP_AXES.items():
+            self._run.define_metric(pattern, step_metric="train/step" if args.wandb_always_use_train_step else axis)
+
+    def log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
+        self._run.log({step_key: step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsLogger:
+    """Sends each step's metrics to every tracker that the arguments ask for, and shows the run on the console."""
+
+    def __init__(self, args: Namespace) -> None:
+        run_dir = RunDir(args.run_dir)
+        self._args = args
+        self.console = Console(run_dir.log_file("driver"))
+        self._trackers: list[Tracker] = [JsonlTracker(run_dir.path / "metrics.jsonl")]
+        if args.use_tensorboard:
+            self._trackers.append(TensorBoardTracker(args))
+        if args.use_wandb:
+            self._trackers.append(WandbTracker(args))
+
+    def log(self, metrics: dict[str, Any], step_key: str = "rollout/step", step: int = 0) -> None:
+        """Log the scalars of `metrics`; anything that is no number is left out."""
+        scalars = {name: float(value) for name, value in metrics.items() if _is_number(value)}
+        for tracker in self._trackers:
+            tracker.log(scalars, step_key, step)
+
+    def axis(self, step_key: str, step: int, rollout_id: int) -> tuple[str, int]:
+        """The axis and step to log at: with `--wandb-always-use-train-step` everything stands on `train/step`."""
+        args = self._args
+        if not args.wandb_always_use_train_step or step_key == "train/step":
+            return step_key, step
+        return "train/step", rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Live progress of one phase of the loop on the console."""
+        with self.console.phase(name):
+            yield
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+        self.console.close()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (hasattr(value, "item") and getattr(value, "size", 1) == 1)

@@ -1,0 +1,109 @@
+"""Which process runs where: one Ray placement group of one-device bundles, cut into slices.
+
+A bundle is one GPU, or one worker slot with `--device cpu`. Bundles are put in the order (node, device), so that
+consecutive ranks are neighbours. Colocated trainers and engines use the same bundles, each a fraction of it.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+TRAIN_FRACTION = 0.4
+ENGINE_FRACTION = 0.2
+PLACEMENT_TIMEOUT_SECS = 300.0
+
+
+@dataclass(frozen=True)
+class PlacementSlice:
+    """Bundles of a placement group, one per rank."""
+
+    pg: PlacementGroup | None
+    bundle_indices: tuple[int, ...]
+    device: str
+
+    def __len__(self) -> int:
+        return len(self.bundle_indices)
+
+    def options(self, rank: int, fraction: float) -> dict[str, Any]:
+        """Options for `Actor.options(**...)` that put an actor on the bundle of `rank` with a share of its device."""
+        return {
+            "num_cpus": fraction,
+            "num_gpus": fraction if self.device == "cuda" else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.pg, placement_group_bundle_index=self.bundle_indices[rank]
+            ),
+        }
+
+
+def num_slots(args: Namespace) -> tuple[int, int]:
+    """`(trainer slots, engine slots)`; none of the kind that the run does without."""
+    actor = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    return actor, 0 if args.debug_train_only else args.rollout_num_gpus
+
+
+def total_slots(args: Namespace) -> int:
+    """Bundles that the run needs."""
+    actor, rollout = num_slots(args)
+    return max(actor, rollout) if args.colocate else actor + rollout
+
+
+def create_placement_groups(args: Namespace) -> dict[str, PlacementSlice]:
+    """Reserve the devices: slices `actor` and `rollout`.
+
+    Raises:
+        RuntimeError: the cluster cannot place them; the message has the arithmetic.
+    """
+    actor, rollout = num_slots(args)
+    pg = _reserve(total_slots(args), args.device)
+    order = _ordered_bundles(pg, args.device)
+    engines = order[:rollout] if args.colocate else order[actor:]
+    return {
+        "actor": PlacementSlice(pg, tuple(order[:actor]), args.device),
+        "rollout": PlacementSlice(pg, tuple(engines), args.device),
+    }
+
+
+def _reserve(count: int, device: str) -> PlacementGroup:
+    bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
+    have = ray.cluster_resources()
+    kind = "GPU" if device == "cuda" else "CPU"
+    if have.get(kind, 0) < count:
+        raise RuntimeError(
+            f"the run needs {count} {kind} slots (trainers: --actor-num-nodes x --actor-num-gpus-per-node; engines: "
+            f"--rollout-num-gpus, shared under --colocate) but the Ray cluster has {have.get(kind, 0):g}"
+        )
+    pg = placement_group([bundle] * count, strategy="PACK")
+    if not pg.wait(PLACEMENT_TIMEOUT_SECS):
+        remove_placement_group(pg)
+        raise RuntimeError(
+            f"no place for {count} bundles of {bundle} within {PLACEMENT_TIMEOUT_SECS:.0f} s; free on the cluster: "
+            f"{ray.available_resources()}"
+        )
+    return pg
+
+
+def _ordered_bundles(pg: PlacementGroup, device: str) -> list[int]:
+    """Bundle indices sorted by node, then by the GPU that Ray gave the bundle."""
+    nodes = placement_group_table(pg)["bundles_to_node_id"]
+    if device == "cpu":
+        return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+    probe = ray.remote(num_gpus=ENGINE_FRACTION, num_cpus=0)(_visible_gpu)
+    gpus = ray.get(
+        [
+            probe.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(pg, placement_group_bundle_index=bundle)
+            ).remote()
+            for bundle in sorted(nodes)
+        ]
+    )
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
+
+
+def _visible_gpu() -> int:
+    return int(ray.get_gpu_ids()[0])

@@ -1,0 +1,276 @@
+"""The rollout manager: the actor between generation and training.
+
+It owns engines, router and data source, calls the rollout function, turns samples into train data, and hands each
+data-parallel rank a reference to its own part.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from slime.observability.dumps import load_rollout_dump, save_rollout_dump
+from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
+from slime.observability.run_dir import RunDir, redirect_output
+from slime.ray.engine_actor import EmbeddedEngineActor
+from slime.ray.placement_group import ENGINE_FRACTION, PlacementSlice
+from slime.ray.server_process import ServerProcess, http_json
+from slime.ray.train_data import batch_metrics, samples_to_batch, trim
+from slime.rollout.base_types import call_rollout_fn
+from slime.training.rollout_data import partition_rollout_data
+from slime.training.schedule import build_dp_schedule
+from slime.utils.http_utils import init_http_client
+from slime.utils.logging_utils import configure_logging
+from slime.utils.misc import flatten, load_function
+from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+ROUTER_TIMEOUT_SECS = 60.0
+SHUTDOWN_TIMEOUT_SECS = 15.0
+METRIC_AXES = ("rollout", "perf", "multi_turn", "passrate", "eval", "train")
+
+
+@dataclass
+class GenerateResult:
+    """What the driver gets of a rollout."""
+
+    refs: list[ray.ObjectRef]
+    """One per data-parallel rank; empty under `--debug-rollout-only`."""
+    metrics: dict[str, Any]
+    sample_indices: list[int] = field(default_factory=list)
+    """`Sample.index` of every sample that the trainers get."""
+
+
+@ray.remote(concurrency_groups={"watch": 1, "side": 1})
+class RolloutManager:
+    """One per run. `start` must be called first; all other methods run one at a time, in order."""
+
+    def __init__(self, args: Namespace, placement: PlacementSlice) -> None:
+        self.run_dir = RunDir(args.run_dir)
+        redirect_output(self.run_dir.log_file("rollout-manager"))
+        configure_logging(prefix="rollout")
+        self.args = args
+        self.placement = placement
+        self.engines: list[Any] = []
+        self.router: ServerProcess | None = None
+        self._disposed = threading.Event()
+        self._dp_size: int | None = None
+        self.data_source = None
+        if args.load_debug_rollout_data is None:
+            self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
+        self.rollout_fn = load_function(args.rollout_function_path, "--rollout-function-path")
+        self.eval_fn = load_function(args.eval_function_path or args.rollout_function_path, "--eval-function-path")
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start engines and router and wait until all are healthy. Nothing to do under `--debug-train-only`.
+
+        Raises:
+            ServerError: a server did not start; its message ends with the end of its log.
+        """
+        if self.args.debug_train_only:
+            return
+        size = self.args.rollout_num_gpus_per_engine
+        self.engines = [
+            EmbeddedEngineActor.options(**self.placement.options(i * size, ENGINE_FRACTION)).remote(self.args, i)
+            for i in range(len(self.placement) // size)
+        ]
+        starting = [engine.start.remote() for engine in self.engines]
+        router = self._start_router()
+        for url in ray.get(starting):
+            http_json("POST", router + "/workers", {"url": url})
+        init_http_client(self.args)
+
+    def _start_router(self) -> str:
+        """Start the router, unless the arguments name a running one; fills in its address. Returns the URL."""
+        args = self.args
+        if args.sglang_router_ip is None:
+            command = [sys.executable, "-m", "slime.router.server", "--host", "127.0.0.1", "--port", "0"]
+            timeout = args.slime_router_timeout or args.sglang_router_request_timeout_secs
+            command += ["--request-timeout-secs", str(timeout)]
+            if args.slime_router_max_connections:
+                command += ["--max-connections", str(args.slime_router_max_connections)]
+            self.router = ServerProcess("router", command, self.run_dir.log_file("router"), "127.0.0.1")
+            self.router.wait_until_healthy(timeout=ROUTER_TIMEOUT_SECS)
+            args.sglang_router_ip, args.sglang_router_port = self.router.host, self.router.port
+        return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+
+    @ray.method(concurrency_group="watch")
+    def wait_for_death(self) -> str | None:
+        """Block until a server dies unasked; how it died. None after `dispose`."""
+        waits = {engine.wait_for_death.remote(): i for i, engine in enumerate(self.engines)}
+        while not self._disposed.is_set() and (waits or self.router):
+            if self.router is not None and not self.router.is_alive():
+                return self.router.wait_for_death()
+            ready = ray.wait(list(waits), timeout=1.0)[0] if waits else []
+            for ref in ready:
+                engine = f"engine-{waits.pop(ref)}"
+                try:
+                    death = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    death = f"the actor of {engine} died: {error}"
+                if death is not None:
+                    return death
+            if not waits:
+                self._disposed.wait(1.0)
+        return None
+
+    @ray.method(concurrency_group="side")
+    def dispose(self) -> None:
+        """End all servers."""
+        self._disposed.set()
+        if self.engines:
+            refs = [engine.shutdown.remote() for engine in self.engines]
+            ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_TIMEOUT_SECS)
+        if self.router is not None:
+            self.router.close()
+
+    @ray.method(concurrency_group="side")
+    def get_rollout_engines(self) -> tuple[list[Any], list[list[int]]]:
+        """Engine actors, and for each the worker slots it stands on (under --colocate these are trainer ranks)."""
+        size = self.args.rollout_num_gpus_per_engine
+        return self.engines, [list(range(i * size, (i + 1) * size)) for i in range(len(self.engines))]
+
+    @ray.method(concurrency_group="side")
+    def pids(self) -> dict[str, int]:
+        pids = {"rollout-manager": os.getpid()}
+        if self.router is not None:
+            pids["router"] = self.router.pid
+        for engine in self.engines:
+            pids |= ray.get(engine.pids.remote())
+        return pids
+
+    def offload(self) -> None:
+        """Engines drop their caches and release weights and KV memory."""
+        ray.get([engine.flush_cache.remote() for engine in self.engines])
+        ray.get([engine.release_memory_occupation.remote() for engine in self.engines])
+
+    def onload(self, tags: list[str] | None = None) -> None:
+        """Engines take the memory back; without weights pushed afterwards they must not serve."""
+        ray.get([engine.resume_memory_occupation.remote(tags) for engine in self.engines])
+
+    def check_weights(self, action: str) -> list[Any]:
+        return ray.get([engine.weights_checker.remote(action) for engine in self.engines])
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def get_num_rollout_per_epoch(self) -> int | None:
+        """Rollouts in one pass over the prompts; None without a dataset of known size."""
+        if self.data_source is None or not self.args.rollout_global_dataset:
+            return None
+        return len(self.data_source) // self.args.rollout_batch_size
+
+    def set_train_parallel_config(self, config: dict[str, int]) -> None:
+        """Trainers say how many parts a rollout is cut into (`dp_size`)."""
+        self._dp_size = config["dp_size"]
+
+    def save(self, rollout_id: int) -> None:
+        """Write the data source's position and buffer, as they are after rollout `rollout_id`."""
+        if self.data_source is not None:
+            self.data_source.save(rollout_id)
+
+    def load(self, rollout_id: int) -> None:
+        """Go back to where `save(rollout_id)` was; -1 is the start."""
+        if self.data_source is not None:
+            self.data_source.load(rollout_id)
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def generate(self, rollout_id: int) -> GenerateResult:
+        """Generate (or load) the samples of a rollout and cut them up for the trainers."""
+        start = time.perf_counter()
+        samples, extra = self._samples(rollout_id)
+        seconds = time.perf_counter() - start
+        self.run_dir.write_samples(f"rollout_{rollout_id:06d}", samples)
+        metrics = self._rollout_metrics(rollout_id, samples, extra, seconds)
+        if self.args.debug_rollout_only:
+            return GenerateResult([], metrics, [s.index for s in samples])
+        with_data = time.perf_counter()
+        batch = samples_to_batch(self.args, trim(self.args, samples))
+        refs = self._distribute(batch)
+        metrics |= batch_metrics(batch) | {"perf/train_data_time": time.perf_counter() - with_data}
+        return GenerateResult(refs, metrics, list(batch["sample_indices"]))
+
+    def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
+        args = self.args
+        if args.load_debug_rollout_data is not None:
+            subsample = args.load_debug_rollout_data_subsample
+            return load_rollout_dump(args.load_debug_rollout_data, rollout_id, subsample), {}
+        output = call_rollout_fn(self.rollout_fn, args, rollout_id, self.data_source, evaluation=False)
+        samples = list(flatten(output.samples))
+        if args.save_debug_rollout_data is not None:
+            save_rollout_dump(args.save_debug_rollout_data, rollout_id, samples)
+        return samples, output.metrics or {}
+
+    def _rollout_metrics(
+        self, rollout_id: int, samples: list[Sample], extra: dict[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """The built-in metrics with those of the rollout function, unless the user's log function took over."""
+        args = self.args
+        if args.custom_rollout_log_function_path is not None:
+            log = load_function(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
+            if log(rollout_id, args, samples, extra, seconds):
+                return {"perf/rollout_time": seconds}
+        slots = max(1, len(self.placement))
+        return {**rollout_metrics(args, samples, seconds, slots), **_on_axis("rollout", extra)}
+
+    def _distribute(self, batch: dict[str, list[Any]]) -> list[ray.ObjectRef]:
+        args = self.args
+        schedule = build_dp_schedule(
+            batch["total_lengths"],
+            batch["rollout_ids"],
+            dp_size=self._dp_size,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            balance=args.balance_data,
+        )
+        return [ray.put(part) for part in partition_rollout_data(batch, schedule)]
+
+    def eval(self, rollout_id: int) -> dict[str, Any]:
+        """Evaluate with the weights that the engines hold; metrics per dataset.
+
+        Args:
+            rollout_id: rollouts trained so far, which is the step of the metrics.
+        """
+        args = self.args
+        start = time.perf_counter()
+        output = call_rollout_fn(self.eval_fn, args, rollout_id, self.data_source, evaluation=True)
+        seconds = time.perf_counter() - start
+        for name, result in output.data.items():
+            samples = result.get("samples") or []
+            self.run_dir.write_samples(f"eval_{name.replace('/', '_')}_{rollout_id:06d}", samples)
+        if args.save_debug_rollout_data is not None:
+            samples = [s for result in output.data.values() for s in result.get("samples") or []]
+            save_rollout_dump(args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
+        extra = output.metrics or {}
+        if args.custom_eval_rollout_log_function_path is not None:
+            log = load_function(
+                args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
+            )
+            if log(rollout_id, args, output.data, extra):
+                return {"perf/eval_time": seconds}
+        return {**eval_metrics(args, output.data), **_on_axis("eval", extra), "perf/eval_time": seconds}
+
+
+def _on_axis(axis: str, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of plug-ins may come with or without their axis in front."""
+    return {key if key.split("/")[0] in METRIC_AXES else f"{axis}/{key}": value for key, value in metrics.items()}
+
+
+def create_rollout_manager(args: Namespace, placement: PlacementSlice) -> Any:
+    """The manager on the driver's node (it and the router share the node's loopback with the driver)."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return RolloutManager.options(num_cpus=0, scheduling_strategy=node).remote(args, placement)

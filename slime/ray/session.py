@@ -1,0 +1,243 @@
+"""The life of a run: Ray started, signals caught, deaths of servers noticed, everything ended at the end.
+
+    with Session(args) as session:
+        ...
+    return session.exit_code
+
+Whatever happens inside - an error, Ctrl-C, SIGTERM, an engine that dies - leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import ray
+
+from slime.observability.metrics import MetricsLogger
+from slime.observability.run_dir import RunDir, tail
+from slime.ray.placement_group import total_slots
+
+OBJECT_STORE_BYTES_CPU = 256 * 1024**2
+DISPOSE_TIMEOUT_SECS = 20.0
+SIGNALLED_DISPOSE_TIMEOUT_SECS = 3.0
+EXIT_TIMEOUT_SECS = 5.0
+PR_SET_CHILD_SUBREAPER = 36
+GUARD_PATIENCE_SECS = 2.0
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; the message is for the user."""
+
+
+class Session:
+    """Context manager of a run. `wait` is how the driver waits for anything remote."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.exit_code = 0
+        self.run_dir = RunDir(args.run_dir).create(args)
+        self.metrics = MetricsLogger(args)
+        self.console = self.metrics.console
+        self._guards: list[ray.ObjectRef] = []
+        self._cleanups: list[Callable[[], Any]] = []
+        self._names: dict[str, str] = {}
+        self._temp_dir: str | None = None
+        self._owns_ray = False
+        self._terminated = False
+        self._handlers: dict[int, Any] = {}
+
+    # -- start and end ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        _adopt_orphans(True)
+        try:
+            self._start_ray()
+        except BaseException:
+            self._close(signalled=True)
+            raise
+        if threading.current_thread() is threading.main_thread():
+            # After ray.init, which has a SIGTERM handler of its own.
+            self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_terminate)
+            self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+        return self
+
+    def _on_terminate(self, number: int, frame: Any) -> None:
+        # Ray's blocking calls let a KeyboardInterrupt through, and nothing else.
+        self._terminated = True
+        raise KeyboardInterrupt
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if error is not None:
+            self.exit_code = self._report(error)
+        try:
+            self._close(signalled=isinstance(error, KeyboardInterrupt))
+        except KeyboardInterrupt:
+            _end_processes(_descendants(), patience=0)
+        return isinstance(error, (Exception, KeyboardInterrupt))
+
+    def _start_ray(self) -> None:
+        """Join the cluster that RAY_ADDRESS names, or start a private one on this machine's loopback."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        env = worker_env(self.args)
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": None}
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**common, runtime_env={"env_vars": env})
+            return
+        os.environ.update(env)
+        self._owns_ray = True
+        # Not TMPDIR: its sockets' paths must stay below 108 characters.
+        self._temp_dir = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+        options: dict[str, Any] = {}
+        if self.args.device == "cpu":
+            options = {"num_gpus": 0, "num_cpus": total_slots(self.args), "object_store_memory": OBJECT_STORE_BYTES_CPU}
+        ray.init(
+            address="local", include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=self._temp_dir,
+            **common, **options,
+        )
+
+    def on_close(self, cleanup: Callable[[], Any]) -> None:
+        """Call `cleanup` when the run ends, last registered first. It may return refs to wait for."""
+        self._cleanups.append(cleanup)
+
+    def _close(self, signalled: bool) -> None:
+        """End actors and servers in order, then Ray, then whatever is left of what this process started."""
+        timeout = SIGNALLED_DISPOSE_TIMEOUT_SECS if signalled else DISPOSE_TIMEOUT_SECS
+        try:
+            for cleanup in reversed(self._cleanups if ray.is_initialized() else []):
+                # An actor that is gone already, or hangs, must not keep the others alive.
+                with contextlib.suppress(ray.exceptions.RayError):
+                    refs = cleanup()
+                    ray.get(refs if isinstance(refs, list) else [refs], timeout=timeout)
+        finally:
+            if signalled and self._owns_ray:
+                # The signal may have reached Ray's processes too, and ray.shutdown waits for them without limit.
+                _end_processes(_descendants(), patience=0)
+            ray.shutdown()
+            if self._owns_ray:
+                _end_processes(_descendants(), patience=EXIT_TIMEOUT_SECS)
+            if self._temp_dir is not None:
+                shutil.rmtree(self._temp_dir, ignore_errors=True)
+            _adopt_orphans(False)
+            self.metrics.close()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def name_actor(self, actor: Any, name: str) -> Any:
+        """`name` is what messages call the actor; `logs/{name}.log` is its log."""
+        self._names[actor._actor_id.hex()] = name
+        return actor
+
+    def guard(self, ref: ray.ObjectRef) -> None:
+        """From now on `wait` fails as soon as `ref` yields a text (how a server died)."""
+        self._guards.append(ref)
+
+    def wait(self, refs: Any) -> Any:
+        """`ray.get` that also ends when a guarded process dies, and at the first failure among several refs.
+
+        Raises:
+            RunError: a guarded process died; the message has its name and the end of its log.
+        """
+        pending = list(refs) if isinstance(refs, list) else [refs]
+        while pending:
+            ready, _ = ray.wait([*pending, *self._guards])
+            self._check_guards(timeout=0)
+            for ref in ready:
+                if ref in pending:
+                    pending.remove(ref)
+                    self._get(ref)
+        return ray.get(refs)
+
+    def _get(self, ref: ray.ObjectRef) -> Any:
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayError:
+            # Often only the consequence of a server's death, which is noticed a moment later.
+            self._check_guards(timeout=GUARD_PATIENCE_SECS)
+            raise
+
+    def _check_guards(self, timeout: float) -> None:
+        if not self._guards:
+            return
+        ready, self._guards = ray.wait(self._guards, timeout=timeout)
+        for ref in ready:
+            death = ray.get(ref)
+            if death is not None:
+                raise RunError(death)
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def _report(self, error: BaseException) -> int:
+        """Tell the user what ended the run; returns the exit code."""
+        if isinstance(error, KeyboardInterrupt):
+            self.console.error(f"{'terminated' if self._terminated else 'interrupted'}: ending all processes")
+            return 143 if self._terminated else 130
+        if not isinstance(error, Exception):
+            return 1
+        details = "".join(traceback.format_exception(error))
+        self.console.record(details)
+        self.console.error(f"error: {self._explain(error)}\n(logs: {self.run_dir.path / 'logs'})")
+        return 1
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, RunError):
+            return str(error)
+        if isinstance(error, ray.exceptions.RayActorError):
+            name = self._names.get(error.actor_id or "", "an actor")
+            log = self.run_dir.log_file(name)
+            return f"{name} died. The end of its log {log}:\n{tail(log)}"
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = _root_cause(error)
+            return f"{type(cause).__name__}: {cause}"
+        return f"{type(error).__name__}: {error}"
+
+
+def _root_cause(error: ray.exceptions.RayTaskError) -> BaseException:
+    """The exception that was raised in the actor (actors may call actors)."""
+    cause: BaseException = error
+    while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, BaseException):
+        cause = cause.cause
+    return cause
+
+
+def worker_env(args: Namespace) -> dict[str, str]:
+    """Environment of all processes of the run. On CPU one compute thread each, unless the user's environment says
+    more: several processes that take all cores each are slower."""
+    names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "PYTHONPATH")
+    env = {name: os.environ[name] for name in names if name in os.environ}
+    if args.device == "cpu":
+        env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return env
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _end_processes(processes: list[psutil.Process], patience: float) -> None:
+    """Wait `patience` seconds for them to end by themselves, then kill."""
+    _, alive = psutil.wait_procs(processes, timeout=patience)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=EXIT_TIMEOUT_SECS)
+
+
+def _adopt_orphans(on: bool) -> None:
+    """Let this process inherit descendants whose parents die (Linux), so that none can escape `_descendants`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)

@@ -1,0 +1,137 @@
+"""Samples of a rollout -> the RolloutBatch (a dict of per-sample lists) that the trainers are fed with."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.training.rewards import normalize_rewards
+from slime.utils.misc import load_function
+from slime.utils.types import Sample
+
+
+def trajectory_ids(samples: Sequence[Sample]) -> list[int]:
+    """A number per trajectory, from 0: samples with the same `rollout_id` are pieces of one, others stand alone."""
+    numbers: dict[Hashable, int] = {}
+    keys = (("alone", i) if s.rollout_id is None else s.rollout_id for i, s in enumerate(samples))
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def trim(args: Namespace, samples: list[Sample]) -> list[Sample]:
+    """Drop the tail so that the trajectories fill whole optimizer steps (unless `--disable-rollout-trim-samples`).
+
+    Raises:
+        ValueError: there are fewer trajectories than one step needs.
+    """
+    ids = trajectory_ids(samples)
+    count = len(set(ids))
+    if args.disable_rollout_trim_samples and count > 0:
+        return samples
+    keep = count - count % args.global_batch_size
+    if keep == 0:
+        raise ValueError(
+            f"the rollout has {count} trajectories, fewer than one optimizer step of --global-batch-size "
+            f"{args.global_batch_size}: check --rollout-batch-size x --n-samples-per-prompt and the rollout function"
+        )
+    return [sample for sample, number in zip(samples, ids) if number < keep]
+
+
+def loss_mask(sample: Sample) -> list[int]:
+    """1 per response token that is trained on. A removed sample stays in the batch with none.
+
+    Raises:
+        ValueError: the mask does not have one entry per response token.
+    """
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    if sample.loss_mask is None:
+        return [1] * sample.response_length
+    if len(sample.loss_mask) != sample.response_length:
+        raise ValueError(
+            f"sample {sample.index}: loss_mask has {len(sample.loss_mask)} entries for a response of "
+            f"{sample.response_length} tokens"
+        )
+    return sample.loss_mask
+
+
+def raw_rewards(args: Namespace, samples: Sequence[Sample]) -> list[float]:
+    """The scalar reward of each sample; 0 where the loss needs none (SFT).
+
+    Raises:
+        ValueError: a sample of an RL run has no reward, or one that is no number.
+    """
+    needed = args.loss_type == "policy_loss" and args.compute_advantages_and_returns
+    values = []
+    for sample in samples:
+        value = None if sample.reward is None else sample.get_reward_value(args)
+        if value is None and not needed:
+            value = 0.0
+        if not isinstance(value, (int, float, np.number)):
+            raise ValueError(
+                f"sample {sample.index} (group {sample.group_index}, status {sample.status.value}) has the reward "
+                f"{sample.reward!r}: a number is needed, or a dict with --reward-key"
+            )
+        values.append(float(value))
+    return values
+
+
+def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[Any]]:
+    """The RolloutBatch of SPEC names; hooks: `--custom-convert-samples-to-train-data-path` replaces it all,
+    `--custom-reward-post-process-path` replaces the group normalisation."""
+    if args.custom_convert_samples_to_train_data_path:
+        convert = load_function(
+            args.custom_convert_samples_to_train_data_path, "--custom-convert-samples-to-train-data-path"
+        )
+        return _complete(convert(args, samples), samples)
+    ids = trajectory_ids(samples)
+    if args.custom_reward_post_process_path:
+        process = load_function(args.custom_reward_post_process_path, "--custom-reward-post-process-path")
+        raw, rewards = process(args, samples)
+    else:
+        raw = raw_rewards(args, samples)
+        relative = args.loss_type == "policy_loss" and args.compute_advantages_and_returns
+        rewards = normalize_rewards(args, raw, [s.group_index for s in samples], ids) if relative else raw
+    batch: dict[str, list[Any]] = {
+        "tokens": [s.tokens for s in samples],
+        "total_lengths": [len(s.tokens) for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "rewards": [float(r) for r in rewards],
+        "raw_reward": [s.metadata.get("raw_reward", r) for s, r in zip(samples, raw)],
+        "truncated": [int(s.truncated) for s in samples],
+        "sample_indices": [s.index for s in samples],
+        "rollout_ids": ids,
+        "loss_masks": [loss_mask(s) for s in samples],
+        "prompt": [s.prompt for s in samples],
+        "metadata": [s.train_metadata for s in samples],
+        "round_number": [s.metadata.get("round_number") for s in samples],
+    }
+    for key in ("rollout_log_probs", "teacher_log_probs", "rollout_routed_experts", "multimodal_train_inputs"):
+        values = [getattr(s, key) for s in samples]
+        if all(value is not None for value in values):
+            batch[key] = values
+    return batch
+
+
+def _complete(batch: dict[str, list[Any]], samples: list[Sample]) -> dict[str, list[Any]]:
+    """What the schedule needs and a user's conversion may have left out."""
+    missing = {"tokens", "response_lengths"} - batch.keys()
+    if missing:
+        raise ValueError(f"--custom-convert-samples-to-train-data-path: the dict has no {sorted(missing)}")
+    count = len(batch["tokens"])
+    same = count == len(samples)
+    defaults = {
+        "total_lengths": [len(tokens) for tokens in batch["tokens"]],
+        "loss_masks": [[1] * length for length in batch["response_lengths"]],
+        "rollout_ids": trajectory_ids(samples) if same else list(range(count)),
+        "sample_indices": [s.index for s in samples] if same else list(range(count)),
+    }
+    return {**defaults, **batch}
+
+
+def batch_metrics(batch: dict[str, list[Any]]) -> dict[str, float]:
+    """Means over samples under the names that the trainers' own metrics continue."""
+    keys = ("raw_reward", "rewards", "truncated", "response_lengths", "total_lengths")
+    return {f"rollout/{key}": float(np.mean(batch[key])) for key in keys if batch.get(key)}

@@ -1,0 +1,70 @@
+import json
+from argparse import Namespace
+
+import pytest
+
+from slime.observability.console import Console
+from slime.observability.metrics import MetricsLogger
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def args(tmp_path):
+    return Namespace(
+        run_dir=str(tmp_path / "run"),
+        use_tensorboard=True,
+        tb_project_name=None,
+        tb_experiment_name=None,
+        use_wandb=False,
+        wandb_always_use_train_step=False,
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        global_batch_size=4,
+    )
+
+
+def test_jsonl_and_tensorboard(args, tmp_path, monkeypatch):
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    logger = MetricsLogger(args)
+    logger.log({"rollout/a": 1.5, "text": "left out", "rollout/bad": float("nan")}, "rollout/step", 3)
+    logger.log({"train/loss": 0.25}, "train/step", 7)
+    logger.close()
+    lines = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    assert lines[0]["rollout/step"] == 3 and lines[0]["rollout/a"] == 1.5 and lines[0]["rollout/bad"] == "nan"
+    assert "text" not in lines[0]
+    assert lines[1]["train/step"] == 7 and lines[1]["train/loss"] == 0.25
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(7, 0.25)]
+
+
+def test_missing_wandb_says_what_to_install(args, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    args.use_wandb = True
+    with pytest.raises(ImportError, match=r"slime\[wandb\]"):
+        MetricsLogger(args)
+
+
+def test_train_step_axis(args):
+    logger = MetricsLogger(args)
+    assert logger.axis("rollout/step", 5, 5) == ("rollout/step", 5)
+    args.wandb_always_use_train_step = True
+    assert logger.axis("rollout/step", 5, 5) == ("train/step", 10)
+    logger.close()
+
+
+def test_plain_console(tmp_path, capsys):
+    console = Console(tmp_path / "driver.log")
+    with console.phase("generating"):
+        pass
+    console.row(0, 3, {"rollout/raw_reward": 0.5, "train/loss": 0.123456, "perf/rollout_time": 2.0})
+    console.evaluation(3, {"eval/held-out": 0.75, "eval/held-out/response_len/mean": 3, "eval/held-out-pass@1": 0.7})
+    console.close()
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "rollout 1/3  reward 0.500  loss 0.1235  generate 2.0s"
+    assert out[1] == "eval after 3 rollouts  held-out 0.750  held-out-pass@1 0.700"
+    log = (tmp_path / "driver.log").read_text()
+    assert "generating ..." in log and "rollout 1/3" in log

@@ -1,0 +1,5 @@
+import sys
+
+from slime.train import main
+
+sys.exit(main())
