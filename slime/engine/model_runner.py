@@ -1,0 +1,173 @@
+"""Runs the model on one batch: host arrays -> forward -> tokens and log-probs, one synchronisation per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from slime.engine.attention_state import ChunkPlan, PagedAttention, ShapeProbe, StepPlan
+from slime.engine.kv_cache import KVMemory
+from slime.engine.rows import RowTable
+from slime.engine.sampler import SamplingBatch, sample
+from slime.engine.scheduler import Batch, Chunk
+from slime.engine.sequence import Sequence
+
+INPUT_LOGPROB_ROWS = 256
+
+
+@dataclass
+class StepResult:
+    """What a step produced."""
+
+    seqs: list[Sequence]
+    """Sequences that got a token, with their rows, tokens and log-probs."""
+    rows: np.ndarray
+    tokens: np.ndarray
+    logprobs: list[float]
+    top_logprobs: dict[Sequence, list[tuple[float, int]]] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """A model, and what it needs to compute a `Batch`.
+
+    Args:
+        model: a Hugging Face causal LM loaded with slime's attention.
+        rows: the running sequences' numbers.
+    """
+
+    def __init__(self, model: torch.nn.Module, rows: RowTable, device: torch.device):
+        self.model = model
+        self.rows = rows
+        self.device = device
+        self.memory: KVMemory | None = None
+        self.graphs = None
+
+    @torch.inference_mode()
+    def probe_layers(self) -> list[tuple[int, int, int]]:
+        """(kv heads, key dim, value dim) of each attention layer."""
+        probe = ShapeProbe()
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.model(input_ids=token, position_ids=token, attention_context=probe, use_cache=False)
+        missing = set(range(len(probe.shapes))) ^ set(probe.shapes)
+        if not probe.shapes or missing:
+            raise ValueError(f"{type(self.model).__name__} does not use the shared attention in every layer")
+        return [probe.shapes[i] for i in range(len(probe.shapes))]
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepResult:
+        plan, done = self._plan(batch)
+        logits_NV = self._forward(plan)
+        seqs = batch.decode + [chunk.seq for chunk in done]
+        rows = np.concatenate([batch.decode_rows, np.array([seq.row for seq in seqs[len(batch.decode) :]], np.int64)])
+        result = StepResult(seqs, rows, np.zeros(0, np.int64), [])
+        if seqs:
+            tokens, logprobs, all_logprobs = sample(logits_NV[: len(seqs)], self._sampling(rows))
+            result.top_logprobs = self._top_logprobs(seqs, rows, all_logprobs)
+            result.tokens = tokens.cpu().numpy()
+            result.logprobs = logprobs.tolist()
+        self._input_logprobs(batch.chunks, logits_NV[len(seqs) :])
+        return result
+
+    def _plan(self, batch: Batch) -> tuple[StepPlan, list[Chunk]]:
+        """The step as arrays, and the chunks that give a token."""
+        rows, page = self.rows, self.memory.page_size
+        lengths = rows.length[batch.decode_rows]
+        last = lengths - 1
+        ids, positions = [rows.last_token[batch.decode_rows]], [last]
+        slots = [rows.blocks[batch.decode_rows, last // page] * page + last % page]
+        chunks, sampled, wanted, offset = [], [], [], len(lengths)
+        for chunk in batch.chunks:
+            seq, count = chunk.seq, chunk.end - chunk.start
+            where = np.arange(chunk.start, chunk.end)
+            blocks = rows.blocks[seq.row]
+            ids.append(np.array(seq.token_ids[chunk.start : chunk.end]))
+            positions.append(where)
+            slots.append(blocks[where // page].astype(np.int64) * page + where % page)
+            chunks.append(ChunkPlan(offset, count, chunk.end, blocks))
+            if chunk.samples:
+                sampled.append((chunk, offset + count - 1))
+            first, end = _input_logprob_span(chunk)
+            wanted.append(np.arange(offset + first - chunk.start, offset + end - chunk.start))
+            offset += count
+        decode = np.arange(len(lengths))
+        tails = np.array([row for _, row in sampled], dtype=np.int64)
+        widest = -(-int(lengths[0]) // page) if len(lengths) else 0
+        plan = StepPlan(
+            input_ids=np.concatenate(ids),
+            positions=np.concatenate(positions),
+            slots=np.concatenate(slots),
+            decode_lengths=lengths,
+            decode_blocks=rows.blocks[batch.decode_rows, :widest],
+            chunks=chunks,
+            logit_rows=np.concatenate([decode, tails, *wanted]),
+        )
+        return plan, [chunk for chunk, _ in sampled]
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        """Logits [len(plan.logit_rows), V]."""
+        if self.graphs is not None and self.graphs.fits(plan):
+            return self.graphs.run(plan)
+        context = self.context(plan)
+        keep = torch.from_numpy(plan.logit_rows).to(self.device)
+        if not len(keep):
+            keep = keep.new_zeros(1)  # nothing is wanted, but the model must run
+        return self.model(
+            input_ids=torch.from_numpy(plan.input_ids).to(self.device)[None],
+            position_ids=torch.from_numpy(plan.positions).to(self.device)[None],
+            attention_context=context,
+            logits_to_keep=keep,
+            use_cache=False,
+        ).logits[0]
+
+    def context(self, plan: StepPlan):
+        """The attention context for a step on this device."""
+        return PagedAttention(plan, self.memory)
+
+    def _sampling(self, rows: np.ndarray) -> SamplingBatch:
+        table = self.rows
+        length = table.length[rows]
+        early = np.flatnonzero(length < table.min_length[rows])
+        stops = [(int(i), table.stop_ids[rows[i]]) for i in early]
+        return SamplingBatch(
+            temperature=table.temperature[rows],
+            greedy=table.greedy[rows],
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+            min_p=table.min_p[rows],
+            seed=table.seed[rows],
+            position=length,
+            banned=[(i, ids[ids >= 0]) for i, ids in stops if (ids >= 0).any()],
+        )
+
+    def _top_logprobs(self, seqs, rows, logprobs_NV) -> dict[Sequence, list[tuple[float, int]]]:
+        wanted = self.rows.top_logprobs[rows]
+        most = int(wanted.max())
+        if not most:
+            return {}
+        values, ids = logprobs_NV.topk(most, dim=-1)
+        values, ids = values.tolist(), ids.tolist()
+        return {seqs[i]: list(zip(values[i], ids[i]))[: wanted[i]] for i in np.flatnonzero(wanted).tolist()}
+
+    def _input_logprobs(self, chunks: list[Chunk], logits_NV: torch.Tensor) -> None:
+        """Append the log-probs of prompt tokens (temperature 1) to the sequences that asked for them."""
+        offset = 0
+        for chunk in chunks:
+            first, end = _input_logprob_span(chunk)
+            targets = torch.tensor(chunk.seq.token_ids[first + 1 : end + 1], device=self.device)
+            for part in range(0, end - first, INPUT_LOGPROB_ROWS):
+                some = targets[part : part + INPUT_LOGPROB_ROWS]
+                logits = logits_NV[offset + part : offset + part + len(some)].float()
+                chosen = torch.log_softmax(logits, -1).gather(1, some[:, None])
+                chunk.seq.input_logprobs += chosen.squeeze(1).tolist()
+            offset += end - first
+
+
+def _input_logprob_span(chunk: Chunk) -> tuple[int, int]:
+    """Positions [first, end) of the chunk whose logits give log-probs of prompt tokens still missing."""
+    seq = chunk.seq
+    if not seq.wants_input_logprobs:
+        return chunk.start, chunk.start
+    first = max(chunk.start, seq.logprob_start + len(seq.input_logprobs) - 1)
+    return first, max(first, min(chunk.end, seq.prompt_len - 1))

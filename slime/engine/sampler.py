@@ -1,0 +1,130 @@
+"""Sampling and log-probs of a whole batch at once.
+
+The random number of a token depends on (seed of the request, position) alone, and each row is computed from its own
+logits alone, so a request gives the same tokens in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+CHUNK = 256
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+@dataclass
+class SamplingBatch:
+    """Sampling parameters of N rows."""
+
+    temperature: np.ndarray
+    greedy: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    """uint64."""
+    position: np.ndarray
+    """Position in the sequence of the token to sample."""
+    banned: list[tuple[int, np.ndarray]]
+    """(row, token ids) that may not be sampled yet."""
+
+
+def keyed_uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) from 64-bit seed and position: two rounds of SplitMix64 (Steele et al. 2014)."""
+    x = seed.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        for salt in (position.astype(np.uint64) * _GOLDEN, _GOLDEN):
+            x = x + salt
+            x = (x ^ (x >> np.uint64(30))) * _MIX[0]
+            x = (x ^ (x >> np.uint64(27))) * _MIX[1]
+            x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
+    """Inverse CDF: index n of each row with probability proportional to weights[n]; [N] int64.
+
+    Two levels, so that long rows cost one pass and sums stay exact enough in float64.
+    """
+    n, width = weights_NV.shape
+    if width <= 4 * CHUNK:
+        return _pick_short(weights_NV, uniform_N[:, None])
+    if width % CHUNK:
+        weights_NV = torch.nn.functional.pad(weights_NV, (0, CHUNK - width % CHUNK))
+    pieces = weights_NV.view(n, -1, CHUNK)
+    sums = pieces.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniform_N[:, None] * sums[:, -1:]
+    piece = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    before = torch.where(piece > 0, sums.gather(1, (piece - 1).clamp(min=0)), 0.0)
+    inside = pieces.gather(1, piece[:, :, None].expand(-1, -1, CHUNK)).squeeze(1).to(torch.float64).cumsum(-1)
+    # Rounding may put the target past the piece's own sum: stay on its last token with weight.
+    rest = torch.minimum(target - before, torch.nextafter(inside[:, -1:], inside.new_zeros(())))
+    return (piece * CHUNK + torch.searchsorted(inside, rest, right=True)).squeeze(1)
+
+
+def _pick_short(weights_NV: torch.Tensor, uniform_N1: torch.Tensor) -> torch.Tensor:
+    sums = weights_NV.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(sums, uniform_N1 * sums[:, -1:], right=True).squeeze(1)
+
+
+def _pick_filtered(probs_NV, uniform_N, top_k_N, top_p_N, min_p_N) -> torch.Tensor:
+    """Sample among the `top_k` most likely tokens, within the smallest set of mass `top_p`, above `min_p` x max."""
+    ordered, ids = probs_NV.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    keep = before < top_p_N[:, None]
+    keep &= torch.arange(ordered.shape[1], device=probs_NV.device) < top_k_N[:, None]
+    keep &= ordered >= min_p_N[:, None] * ordered[:, :1]
+    keep[:, 0] = True
+    return ids.gather(1, pick(ordered * keep, uniform_N)[:, None]).squeeze(1)
+
+
+def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sample a token per row.
+
+    Args:
+        logits_NV: as the model gives them.
+    Returns:
+        tokens int64 [N], their log-probs float32 [N], and all log-probs float32 [N, V]: the log-softmax of
+        logits / temperature, whatever top-k, top-p, min-p or banned tokens leave to sample from.
+    """
+    device = logits_NV.device
+
+    def tensor(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x).to(device, non_blocking=True)
+
+    scaled = logits_NV.float()
+    if (batch.temperature != 1.0).any():
+        scaled = scaled / tensor(batch.temperature)[:, None]
+    logprobs = torch.log_softmax(scaled, -1)
+    allowed = logprobs
+    if batch.banned:
+        allowed = logprobs.clone()
+        for row, ids in batch.banned:
+            allowed[row, tensor(ids)] = -torch.inf
+    if batch.greedy.all():
+        tokens = allowed.argmax(-1)
+    else:
+        tokens = _sample_random(allowed, batch, tensor)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1), logprobs
+
+
+def _sample_random(allowed: torch.Tensor, batch: SamplingBatch, tensor) -> torch.Tensor:
+    uniform = tensor(keyed_uniform(batch.seed, batch.position))
+    probs = allowed.exp()
+    filtered = (batch.top_p < 1) | (batch.top_k < allowed.shape[1]) | (batch.min_p > 0)
+    filtered &= ~batch.greedy
+    if filtered.all():
+        return _pick_filtered(probs, uniform, tensor(batch.top_k), tensor(batch.top_p), tensor(batch.min_p))
+    tokens = pick(probs, uniform)
+    if filtered.any():
+        rows = np.flatnonzero(filtered)
+        index = tensor(rows)
+        limits = (tensor(x[rows]) for x in (batch.top_k, batch.top_p, batch.min_p))
+        tokens[index] = _pick_filtered(probs[index], uniform[index], *limits)
+    if batch.greedy.any():
+        tokens = torch.where(tensor(batch.greedy), allowed.argmax(-1), tokens)
+    return tokens
