@@ -1,0 +1,203 @@
+"""The trained policy: a Hugging Face causal LM over packed rows, sharded by FSDP2.
+
+Parameters are kept in fp32. Where the computation runs in bf16, or on several ranks, every decoder layer is an FSDP2
+unit and the wrapper (embeddings, final norm, output head) is the root unit; a single fp32 process needs neither.
+The module always stays in eval mode: dropout would make trainer and engine different policies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from slime.modeling.attention import PackedSequences
+from slime.modeling.hf import empty_causal_lm, load_causal_lm
+from slime.training.batch import MicroBatch
+from slime.training.logprobs import log_probs_from_logits, token_log_probs
+
+# Config fields by which models change their logits after the output head. They take the path through full logits.
+LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "logits_soft_cap",
+    "logits_mup_width_multiplier",
+    "lm_head_multiplier",
+)
+
+
+class PolicyModel(nn.Module):
+    """Log-probs of the response tokens of a micro-batch."""
+
+    def __init__(self, model: nn.Module, gradient_checkpointing: bool = False):
+        super().__init__()
+        self.model = model.eval()
+        self.plain_head = all(getattr(model.config, name, None) in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
+        if gradient_checkpointing:
+            for layer in decoder_layers(model):
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        entropy_grad: bool = False,
+        chunk_size: int | None = None,
+        with_logits: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """(log_probs [R], entropy [R] or None, logits [1, T, V] or None), the first two in fp32.
+
+        Both are of the distribution softmax(logits / temperature); the logits come undivided, for custom losses.
+        The entropy has a gradient only with `entropy_grad`.
+        """
+        inputs = {
+            "input_ids": batch.tokens[None],
+            "position_ids": batch.position_ids[None],
+            "attention_context": PackedSequences(batch.sequence_lengths, batch.tokens.device),
+            "use_cache": False,
+        }
+        targets_R = batch.response_token_indices
+        rows_R = targets_R - 1
+        labels_R = batch.tokens[targets_R]
+        if with_logits or not self.plain_head:
+            logits = self.model(**inputs, logits_to_keep=0 if with_logits else rows_R).logits
+            picked_RV = logits[0, rows_R] if with_logits else logits[0]
+            log_probs_R, entropy_R = log_probs_from_logits(
+                picked_RV, labels_R, temperature, with_entropy, entropy_grad, chunk_size
+            )
+            return log_probs_R, entropy_R, logits if with_logits else None
+        hidden_TD = self.model.base_model(**inputs).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        log_probs_R, entropy_R = token_log_probs(
+            hidden_TD[rows_R],
+            head.weight,
+            labels_R,
+            temperature=temperature,
+            bias=head.bias,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+            chunk_size=chunk_size,
+        )
+        return log_probs_R, entropy_R, None
+
+    def hf_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters under the names of the Hugging Face module; tied ones once."""
+        return dict(self.model.named_parameters())
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward reduces gradients over the ranks or only accumulates them."""
+        if isinstance(self, FSDPModule):
+            self.set_requires_gradient_sync(enabled)
+
+    def free_unsharded(self) -> None:
+        """Drop gathered parameters, so that the next forward sees what the shards hold now.
+
+        The root unit keeps its full parameters after a forward without backward.
+        """
+        if isinstance(self, FSDPModule):
+            for module in self.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How to build a policy."""
+
+    path: str
+    """Hugging Face directory."""
+    compute_dtype: torch.dtype = torch.float32
+    param_dtype: torch.dtype = torch.float32
+    gradient_checkpointing: bool = False
+    cpu_offload: bool = False
+    """Keep shards, gradients and so the optimizer in host memory."""
+    trust_remote_code: bool = False
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The model's blocks, in order.
+
+    Raises:
+        ValueError: the architecture does not say what its blocks are.
+    """
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} names no decoder layers (_no_split_modules), so it cannot be sharded"
+        )
+    return layers
+
+
+def build_policy(options: ModelOptions, mesh: DeviceMesh, device: torch.device) -> PolicyModel:
+    """Load the checkpoint and shard it over `mesh` (1-D).
+
+    Rank 0 alone reads the files; unit by unit the weights are broadcast, sharded and freed, so a rank never holds
+    more than its shards and one full layer (rank 0: and what is left of the checkpoint, in host memory).
+    """
+    if mesh.size() == 1 and options.compute_dtype == options.param_dtype and not options.cpu_offload:
+        model = load_causal_lm(options.path, options.param_dtype, device, options.trust_remote_code)
+        return PolicyModel(model, options.gradient_checkpointing)
+
+    if mesh.get_rank() == 0:
+        model = load_causal_lm(options.path, options.param_dtype, "cpu", options.trust_remote_code)
+    else:
+        model = empty_causal_lm(options.path, options.param_dtype, options.trust_remote_code)
+    policy = PolicyModel(model, options.gradient_checkpointing)
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.cpu_offload else OffloadPolicy(),
+    )
+    precision = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    done: set[nn.Module] = set()
+    for layer in decoder_layers(model):
+        _materialize(layer, mesh, device, done)
+        shard(layer, mp_policy=precision)
+    _materialize(policy, mesh, device, done)
+    # The root's input is the MicroBatch, whose fp32 masks and advantages must stay as they are.
+    root_precision = MixedPrecisionPolicy(
+        param_dtype=options.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    shard(policy, mp_policy=root_precision)
+    return policy
+
+
+@torch.no_grad()
+def _materialize(unit: nn.Module, mesh: DeviceMesh, device: torch.device, done: set[nn.Module]) -> None:
+    """Replace parameters and buffers of the unit's modules by rank 0's, on `device`; tied ones stay tied.
+
+    Modules in `done` are left alone, and the unit's are added to it.
+    """
+    group = mesh.get_group()
+
+    def fetch(tensor: torch.Tensor) -> torch.Tensor:
+        full = tensor.detach().to(device) if mesh.get_rank() == 0 else torch.empty_like(tensor, device=device)
+        full = full.contiguous()
+        dist.broadcast(full, src=dist.get_global_rank(group, 0), group=group)
+        return full
+
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for module in [module for module in unit.modules() if module not in done]:
+        done.add(module)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in new:
+                new[parameter] = nn.Parameter(fetch(parameter), parameter.requires_grad)
+            setattr(module, name, new[parameter])
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[name] = fetch(buffer)
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, sharing its memory."""
+    data = parameter.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
