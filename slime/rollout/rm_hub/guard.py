@@ -1,0 +1,95 @@
+"""Time limits on reward functions that users wrote, including those that block the event loop.
+
+A coroutine that awaits is cancelled when its time is up. One that computes or sleeps without awaiting stops the whole
+loop, so the thread that waits for the rollout looks at the clock too (`raise_if_overdue`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slime.rollout.errors import RewardError, RolloutError
+from slime.utils.misc import accepted
+from slime.utils.types import Sample
+
+GRACE = 3.0
+"""Seconds that the loop has to end an overdue call itself."""
+
+_calls: dict[int, tuple[float, Sample | list, str, float]] = {}
+_ids = itertools.count()
+
+
+async def call_reward_function(
+    args, function: Callable, path: str, samples: Sample | list[Sample], kwargs: dict[str, Any]
+) -> Any:
+    """Call `function(args, samples, **kwargs)`, sync or async, within `--rm-timeout-secs`.
+
+    Raises:
+        RewardError: it raised or took too long.
+    """
+    limit = args.rm_timeout_secs
+    call_id = next(_ids)
+    _calls[call_id] = (time.monotonic() + limit + GRACE, samples, path, limit)
+    task = asyncio.ensure_future(_call(args, function, samples, kwargs))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=limit)
+        if not done:
+            raise RewardError.about(samples, path, f"took longer than --rm-timeout-secs {limit:g}")
+        return task.result()
+    except RolloutError:
+        raise
+    except Exception as error:
+        raise RewardError.about(samples, path, f"raised {type(error).__name__}: {error}") from error
+    finally:
+        task.cancel()
+        _calls.pop(call_id, None)
+
+
+async def _call(args, function: Callable, samples: Sample | list[Sample], kwargs: dict[str, Any]) -> Any:
+    kwargs = accepted(function, **kwargs)
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await function(args, samples, **kwargs)
+    result = await in_daemon_thread(lambda: function(args, samples, **kwargs))
+    return await result if inspect.isawaitable(result) else result
+
+
+async def in_daemon_thread(function: Callable[[], Any]) -> Any:
+    """Run a blocking function in a thread of its own that never keeps the process alive."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def deliver(method: Callable, value: Any) -> None:
+        if not future.done():
+            method(value)
+
+    def work() -> None:
+        try:
+            outcome = (future.set_result, function())
+        except BaseException as error:
+            outcome = (future.set_exception, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, *outcome)
+
+    threading.Thread(target=work, name="slime-reward", daemon=True).start()
+    return await future
+
+
+def raise_if_overdue() -> None:
+    """Raise for a reward call that outlived its limit although the loop should have ended it.
+
+    Raises:
+        RewardError: naming sample and function.
+    """
+    now = time.monotonic()
+    for call_id, (deadline, samples, path, limit) in list(_calls.items()):
+        if now > deadline:
+            _calls.pop(call_id, None)
+            raise RewardError.about(
+                samples, path, f"took longer than --rm-timeout-secs {limit:g} and blocks the event loop (no await)"
+            )
