@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from slime.arguments.parser import BY_DEST, resolve
+from slime.arguments.parser import BY_DEST, COMPUTED, resolve
 from slime.arguments.problems import ConfigError, Problem
 from slime.arguments.validation import validate_args
 
@@ -58,11 +58,9 @@ def config_to_yaml(args: Namespace) -> str:
     computed: dict[str, Any] = {}
     for key, value in vars(args).items():
         flag = BY_DEST.get(key)
-        if flag is None and key in ("use_critic", "eval_datasets"):
+        if flag is None and key in COMPUTED:
             computed[key] = [dataclasses.asdict(d) for d in value] if key == "eval_datasets" else value
-        elif flag is None:
-            settings[key] = value
-        elif not (flag.pending or flag.secret or key in ("print_config", "custom_config_path")):
+        elif flag is None or not (flag.pending or flag.secret or key in ("print_config", "custom_config_path")):
             settings[key] = value
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=110)
     for line in yaml.safe_dump(computed, sort_keys=False, allow_unicode=True, width=110).splitlines():

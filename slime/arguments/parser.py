@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import re
 from argparse import Namespace
 from typing import Any
@@ -16,12 +15,13 @@ from typing import Any
 from slime.arguments.families import FAMILIES, FLAGS, engine, megatron, router
 from slime.arguments.flag import APPEND, OPTIONAL_BOOL, STORE_FALSE, STORE_TRUE, BadChoice, Flag, to_bool
 from slime.arguments.pending import MEGATRON, SGLANG, SGLANG_ROUTER
-from slime.arguments.problems import ConfigError, Problem, Problems
+from slime.arguments.problems import ConfigError, Problem, Problems, closest
 
 BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 BY_NAME: dict[str, Flag] = {name: flag for flag in FLAGS for name in flag.names}
 _NEGATIONS = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if flag.action == OPTIONAL_BOOL}
 _PENDING_PREFIXES = ((engine.PREFIX, SGLANG), (router.PREFIX, SGLANG_ROUTER), (megatron.PREFIX, MEGATRON))
+_PREFIXES = tuple(prefix for prefix, _ in _PENDING_PREFIXES)
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*")
 COMPUTED = ("use_critic", "eval_datasets")
 """Attributes that validation adds; nobody may set them."""
@@ -121,8 +121,8 @@ def _convert(flag: Flag, raw: Any, shown_name: str, into: dict[str, Any], proble
         if value is None and flag.default is not None:
             raise ValueError("must have a value")
     except BadChoice as error:
-        close = difflib.get_close_matches(error.value, flag.choices, n=1, cutoff=0.5)
-        problems.add(shown_name, raw, str(error), f"did you mean {close[0]}?" if close else "")
+        close = closest(error.value, flag.choices, cutoff=0.5)
+        problems.add(shown_name, raw, str(error), f"did you mean {close}?" if close else "")
         return
     except ValueError as error:
         problems.add(shown_name, raw, str(error))
@@ -155,7 +155,7 @@ def unknown_flag(name: str) -> Problem:
     if dest.startswith("sglang_") and dest.removeprefix("sglang_") in engine.OWNED_BY_SLIME:
         instead = engine.OWNED_BY_SLIME[dest.removeprefix("sglang_")]
         return Problem(name, "slime sets this itself", f"use {instead}" if instead else "leave it out")
-    close = did_you_mean(name, cutoff=0.9 if name.startswith((engine.PREFIX, router.PREFIX)) else 0.6)
+    close = did_you_mean(name, cutoff=0.9 if name.startswith(_PREFIXES) else 0.6)
     if not close:
         for prefix, reason in _PENDING_PREFIXES:
             if name.startswith(prefix):
@@ -168,8 +168,7 @@ def did_you_mean(name: str, cutoff: float) -> str | None:
     dashed = "--" + name.lstrip("-").replace("_", "-").lower()
     if dashed in BY_NAME or dashed in _NEGATIONS:
         return dashed
-    close = difflib.get_close_matches(dashed, [*BY_NAME, *_NEGATIONS], n=1, cutoff=cutoff)
-    return close[0] if close else None
+    return closest(dashed, [*BY_NAME, *_NEGATIONS], cutoff)
 
 
 def _read_custom_config(path: str, problems: Problems) -> dict[str, Any]:
@@ -213,7 +212,7 @@ def _take_yaml_key(key: str, raw: Any, values: dict[str, Any], problems: Problem
         problems.add(shown, None, "is computed from other flags and cannot be set", "leave it out")
     elif not _ATTRIBUTE.fullmatch(dest):
         problems.add(shown, None, "is no name that an attribute can have", "use letters, digits and underscores")
-    elif dashed.startswith((engine.PREFIX, router.PREFIX, megatron.PREFIX)) or did_you_mean(dashed, cutoff=0.88):
+    elif dashed.startswith(_PREFIXES) or did_you_mean(dashed, cutoff=0.88):
         problem = unknown_flag(dashed)
         problems.append(Problem(shown, problem.rule, problem.fix))
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,3 +51,9 @@ def show(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(str(v) for v in value)
     return str(value) if value != "" else "''"
+
+
+def closest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The option that `word` was probably meant to be; swapped letters count for it."""
+    close = difflib.get_close_matches(word, list(options), n=5, cutoff=cutoff)
+    return next((option for option in close if sorted(option) == sorted(word)), close[0] if close else None)

@@ -1,6 +1,6 @@
 """The flag reference: `slime flags [WORD]` on the console, docs/flags.md as Markdown.
 
-`python -m slime.arguments.reference --markdown > docs/flags.md` writes the page; a test keeps it current.
+`python -m slime.arguments.reference > docs/flags.md` writes the page; a test keeps it current.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from slime.arguments.parser import default_text, metavar
 
 _INTRO = """# Flags
 
-Generated from the tables in `slime/arguments/families/`: `make flags`, or
-`python -m slime.arguments.reference --markdown > docs/flags.md`.
+Generated from the tables in `slime/arguments/families/`: `make docs`, or
+`python -m slime.arguments.reference > docs/flags.md`.
 
 - Command line beats `--custom-config-path`, which beats the default. `--print-config` shows the result.
 - Function paths are written `pkg.mod.fn` or `pkg.mod:fn`.
@@ -38,7 +38,9 @@ def _family(family: Family) -> str:
     pending = [flag for flag in family.flags if flag.pending]
     if pending:
         lines += ["Not available yet:", ""]
-        lines += [f"- {_names(flag)}: {flag.help.rstrip('.')} ({flag.pending})." for flag in pending]
+        for reason in dict.fromkeys(flag.pending for flag in pending):
+            names = ", ".join(_names(flag) for flag in pending if flag.pending == reason)
+            lines.append(f"- {reason}: {names}")
         lines.append("")
     return "\n".join(lines)
 
@@ -82,11 +84,8 @@ def plain(word: str = "") -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`slime flags [WORD]`; `--markdown` prints the page."""
+    """`slime flags [WORD]`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv == ["--markdown"]:
-        print(markdown(), end="")
-        return 0
     if len(argv) > 1 or (argv and argv[0] in ("-h", "--help")):
         print("usage: slime flags [WORD]\n\nLists the flags of slime train that match WORD, or all.")
         return 0
@@ -96,4 +95,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(markdown(), end="")

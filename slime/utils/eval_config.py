@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from argparse import Namespace
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slime.arguments.flag import function_path, integer, json_object, number, text, to_bool
-from slime.arguments.problems import ConfigError, Problem, Problems
+from slime.arguments.problems import ConfigError, Problem, Problems, closest
 
 
 @dataclass
@@ -194,5 +193,5 @@ def _convert(raw: Any, where: str, problems: Problems) -> dict[str, Any]:
 
 
 def _unknown(where: str, key: str, known: tuple[str, ...], problems: Problems) -> None:
-    close = difflib.get_close_matches(key, known, n=1)
-    problems.append(Problem(where, "unknown key", f"did you mean {close[0]}?" if close else f"use {', '.join(known)}"))
+    close = closest(key, known)
+    problems.append(Problem(where, "unknown key", f"did you mean {close}?" if close else f"use {', '.join(known)}"))

@@ -3,6 +3,8 @@
 from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, text
 
+_OTHER_ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
+
 FAMILY = Family(
     "Model and trainer",
     "Which checkpoint is trained, by which backend, in which precision.",
@@ -37,10 +39,8 @@ FAMILY = Family(
             text,
             "slime_varlen",
             "Attention of the fsdp trainer.",
-            choices=("slime_varlen", "flash_attention_2", "flash_attention_3", "sdpa", "eager"),
-            pending_choices={
-                name: pending.OTHER_ATTENTION for name in ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
-            },
+            choices=("slime_varlen", *_OTHER_ATTENTION),
+            pending_choices=dict.fromkeys(_OTHER_ATTENTION, pending.OTHER_ATTENTION),
         ),
         Flag(
             "--gradient-checkpointing",

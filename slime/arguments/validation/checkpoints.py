@@ -39,9 +39,8 @@ def _check_reference(args: Namespace, problems: Problems) -> None:
     if args.ref_load is not None:
         if not os.path.isdir(args.ref_load):
             problems.add("--ref-load", args.ref_load, "is not a directory", "give an existing checkpoint")
-        elif not os.path.isfile(os.path.join(args.ref_load, TRACKER)):
-            if read_hf_config(args.ref_load, "--ref-load", problems) is not None:
-                check_weights(args.ref_load, "--ref-load", problems)
+        elif read_hf_config(args.ref_load, "--ref-load", problems) is not None:
+            check_weights(args.ref_load, "--ref-load", problems)
 
 
 def _complete_load(args: Namespace, problems: Problems) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from argparse import Namespace
 from typing import Any
 
 from slime.arguments.parser import BY_DEST
-from slime.arguments.problems import Problems
+from slime.arguments.problems import Problems, closest
 from slime.utils.data import DataError, split_path
 
 _KINDS = (".jsonl", ".parquet")
@@ -27,7 +26,7 @@ def check(args: Namespace, problems: Problems) -> None:
             "--prompt-data",
             None,
             "is required",
-            "give a .jsonl or .parquet file, or --disable-rollout-global-dataset when the rollout function has its own",
+            "give a .jsonl or .parquet file, or --disable-rollout-global-dataset for a rollout function with its own",
         )
     _check_reward(args, first, problems)
 
@@ -63,8 +62,8 @@ def _similar_file(file: str) -> str:
     folder = os.path.dirname(file) or "."
     if not os.path.isdir(folder):
         return f"there is no directory {folder}"
-    close = difflib.get_close_matches(os.path.basename(file), os.listdir(folder), n=1)
-    return f"did you mean {os.path.join(os.path.dirname(file), close[0])}?" if close else ""
+    close = closest(os.path.basename(file), os.listdir(folder))
+    return f"did you mean {os.path.join(os.path.dirname(file), close)}?" if close else ""
 
 
 def _check_first_row(flag: str, path: str, file: str, columns: dict, problems: Problems) -> dict[str, Any] | None:
@@ -90,8 +89,8 @@ def _check_first_row(flag: str, path: str, file: str, columns: dict, problems: P
         return None
     for key_flag, key in columns.items():
         if key is not None and key not in row:
-            close = difflib.get_close_matches(key, row, n=1, cutoff=0.4)
-            fix = f"did you mean {close[0]}?" if close else ""
+            close = closest(key, row, cutoff=0.4)
+            fix = f"did you mean {close}?" if close else ""
             problems.add(key_flag, key, f"is no key of {file}:{number}, which has {', '.join(sorted(row))}", fix)
     return row
 

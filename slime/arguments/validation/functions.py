@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import pkgutil
 from argparse import Namespace
@@ -11,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 from slime.arguments.families import FLAGS
 from slime.arguments.flag import function_path
-from slime.arguments.problems import Problems
+from slime.arguments.problems import Problems, closest
 
 
 def check(args: Namespace, problems: Problems) -> None:
@@ -34,9 +33,9 @@ def check_path(flag: str, path: str, problems: Problems) -> None:
         return
     names = _names_in(spec)
     if names is not None and name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
+        close = closest(name, names)
         problems.add(
-            flag, path, f"{spec.origin} defines no {name}", f"did you mean {module}.{close[0]}?" if close else ""
+            flag, path, f"{spec.origin} defines no {name}", f"did you mean {module}.{close}?" if close else ""
         )
 
 
@@ -54,8 +53,8 @@ def _find_module(module: str) -> tuple[ModuleSpec | None, str, str]:
         spec = PathFinder.find_spec(f"{name}.{part}", locations) if locations else None
         if spec is None:
             there = [m.name for m in pkgutil.iter_modules(locations)]
-            close = difflib.get_close_matches(part, there, n=1)
-            return None, f"{name} has no module {part}", f"did you mean {name}.{close[0]}?" if close else ""
+            close = closest(part, there)
+            return None, f"{name} has no module {part}", f"did you mean {name}.{close}?" if close else ""
         name = f"{name}.{part}"
     return spec, "", ""
 

@@ -17,30 +17,28 @@ _UNIT: _Rule = ("must be from 0 to 1", lambda v: 0 <= v <= 1)
 _BELOW_ONE: _Rule = ("must be from 0 to below 1", lambda v: 0 <= v < 1)
 _ALL_OR_POSITIVE: _Rule = ("must be -1 or at least 1", lambda v: v == -1 or v >= 1)
 
+_POSITIVE_FLAGS = """
+    actor_num_nodes actor_num_gpus_per_node rollout_num_gpus_per_engine num_gpus_per_node
+    distributed_timeout_minutes context_parallel_size rollout_batch_size n_samples_per_prompt
+    global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu
+    log_probs_max_tokens_per_gpu over_sampling_batch_size num_epoch save_interval eval_interval
+    n_samples_per_eval_prompt rollout_max_prompt_len rollout_max_response_len rollout_max_context_len
+    rollout_temperature eval_max_prompt_len eval_max_response_len eval_max_context_len adam_eps
+    lr_decay_iters lr_wsd_decay_iters update_weight_buffer_size rm_timeout_secs
+    sglang_context_length sglang_max_running_requests sglang_max_total_tokens sglang_page_size
+    sglang_chunked_prefill_size sglang_server_concurrency sglang_router_request_timeout_secs
+    slime_router_timeout slime_router_max_connections
+"""
+
+_NOT_NEGATIVE_FLAGS = """
+    rollout_num_gpus num_rollout start_rollout_id lr min_lr lr_warmup_init lr_warmup_iters weight_decay
+    clip_grad eps_clip eps_clip_high kl_coef kl_loss_coef entropy_coef eval_temperature eval_min_new_tokens
+    seed rollout_seed
+"""
+
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(
-        (
-            "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus_per_engine num_gpus_per_node "
-            "distributed_timeout_minutes context_parallel_size rollout_batch_size n_samples_per_prompt "
-            "global_batch_size num_steps_per_rollout micro_batch_size max_tokens_per_gpu "
-            "log_probs_max_tokens_per_gpu over_sampling_batch_size num_epoch save_interval eval_interval "
-            "n_samples_per_eval_prompt rollout_max_prompt_len rollout_max_response_len rollout_max_context_len "
-            "rollout_temperature eval_max_prompt_len eval_max_response_len eval_max_context_len adam_eps "
-            "lr_decay_iters lr_wsd_decay_iters update_weight_buffer_size rm_timeout_secs "
-            "sglang_context_length sglang_max_running_requests sglang_max_total_tokens sglang_page_size "
-            "sglang_chunked_prefill_size sglang_server_concurrency sglang_router_request_timeout_secs "
-            "slime_router_timeout slime_router_max_connections"
-        ).split(),
-        _POSITIVE,
-    ),
-    **dict.fromkeys(
-        (
-            "rollout_num_gpus num_rollout start_rollout_id lr min_lr lr_warmup_init lr_warmup_iters weight_decay "
-            "clip_grad eps_clip eps_clip_high kl_coef kl_loss_coef entropy_coef eval_temperature eval_min_new_tokens "
-            "seed rollout_seed"
-        ).split(),
-        _NOT_NEGATIVE,
-    ),
+    **dict.fromkeys(_POSITIVE_FLAGS.split(), _POSITIVE),
+    **dict.fromkeys(_NOT_NEGATIVE_FLAGS.split(), _NOT_NEGATIVE),
     "lr_warmup_fraction": _UNIT,
     "gamma": _UNIT,
     "adam_beta1": _BELOW_ONE,

@@ -1,0 +1,66 @@
+"""A wrong configuration is reported before anything heavy is imported, in a fresh process."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.integration
+HEAVY = ("torch", "ray", "transformers", "numpy", "aiohttp", "pyarrow")
+PROBE = f"""
+import sys
+from slime.utils.arguments import parse_args
+try:
+    parse_args(sys.argv[1:])
+except SystemExit as exit_:
+    print("heavy:", [name for name in {HEAVY!r} if name in sys.modules])
+    sys.exit(exit_.code)
+"""
+
+
+def timed(*command: str) -> tuple[subprocess.CompletedProcess, float]:
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    return result, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--rollout-batchsize", "8"), "did you mean --rollout-batch-size?"),
+        (("--hf-checkpoint", "/nowhere", "--use-kl-loss", "--num-rollout", "3"), "--ref-load: is required"),
+    ],
+)
+def test_config_error_is_reported_at_once(words, message):
+    result, seconds = timed("-c", PROBE, *words)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "heavy: []" in result.stdout
+    assert seconds < 2
+
+
+def test_right_config_is_light_too(setup):
+    result, seconds = timed("-c", PROBE, *setup.argv("--print-config"))
+    assert result.returncode == 0, result.stderr
+    assert "heavy: []" in result.stdout
+    assert seconds < 2
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        ((), 2, "usage: slime COMMAND"),
+        (("--help",), 0, "quickstart"),
+        (("--version",), 0, "slime "),
+        (("trian",), 2, "did you mean slime train?"),
+        (("xyzzy",), 2, "there are quickstart, train, flags"),
+        (("flags", "kl-loss"), 0, "--kl-loss-coef"),
+        (("flags", "xyzzy"), 1, "no flag matches xyzzy"),
+    ],
+)
+def test_command_line(words, code, message):
+    result, seconds = timed("-m", "slime.cli", *words)
+    assert result.returncode == code
+    assert message in result.stdout + result.stderr
+    assert seconds < 2
