@@ -20,10 +20,8 @@ class Chunk:
     start: int
     end: int
 
-    @property
-    def samples(self) -> bool:
-        """The chunk reaches the newest token, so its last position gives the next one."""
-        return self.end == len(self.seq.token_ids)
+    samples: bool
+    """The chunk reaches the newest token, so its last position gives the next one."""
 
 
 @dataclass
@@ -80,9 +78,8 @@ class Scheduler:
         for seq in self.prefilling:
             if budget == 0:
                 break
-            end = min(len(seq.token_ids), seq.num_computed + budget)
-            chunks.append(Chunk(seq, seq.num_computed, end))
-            budget -= end - seq.num_computed
+            chunks.append(self._chunk(seq, budget))
+            budget -= chunks[-1].end - chunks[-1].start
         self._admit(chunks, budget)
         return Batch(list(self.decoding), self.decoding_rows, chunks)
 
@@ -181,10 +178,15 @@ class Scheduler:
             self.num_admitted += 1
             self._admitted_at[seq] = self.num_admitted
             self.prefilling.append(seq)
-            end = min(len(seq.token_ids), seq.num_computed + budget)
-            chunks.append(Chunk(seq, seq.num_computed, end))
-            budget -= end - seq.num_computed
+            chunks.append(self._chunk(seq, budget))
+            budget -= chunks[-1].end - chunks[-1].start
         self.waiting.extendleft(reversed(skipped))
+
+    @staticmethod
+    def _chunk(seq: Sequence, budget: int) -> Chunk:
+        """The sequence's next tokens without KV, at most `budget`."""
+        end = min(len(seq.token_ids), seq.num_computed + budget)
+        return Chunk(seq, seq.num_computed, end, samples=end == len(seq.token_ids))
 
     def _match(self, seq: Sequence) -> list[int]:
         limit = len(seq.token_ids) - 1
