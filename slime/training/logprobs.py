@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-CHUNK_ELEMENTS = 2**26
-"""Default size of a chunk of logits (rows x vocabulary): 256 MiB in fp32."""
+CHUNK_ELEMENTS = 2**27
+"""Default size of a chunk of logits (rows x vocabulary): 512 MiB in fp32."""
 
 
 def token_log_probs(
@@ -73,45 +73,42 @@ def _math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """A fresh tensor in math precision: logits / temperature."""
-    scaled = logits.to(_math_dtype(logits.dtype), copy=True)
-    return scaled if temperature == 1.0 else scaled.div_(temperature)
+def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """A fresh tensor in math precision; at temperature 1 the kernel widens on the fly."""
+    dtype = _math_dtype(logits.dtype)
+    if temperature != 1.0:
+        logits = logits.to(dtype, copy=True).div_(temperature)
+    return torch.log_softmax(logits, -1, dtype=dtype)
 
 
-class _Rows:
-    """Per-row results and what backward needs beside the logits."""
-
-    def __init__(self, like: torch.Tensor, rows: int, with_entropy: bool):
-        options = {"dtype": _math_dtype(like.dtype), "device": like.device}
-        self.log_probs = torch.empty(rows, **options)
-        self.normalizers = torch.empty(rows, **options)
-        self.entropy = torch.empty(rows if with_entropy else 0, **options)
-
-    def fill(self, rows: slice, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> None:
-        scaled = _scaled(logits, temperature)
-        normalizers = scaled.logsumexp(-1)
-        self.normalizers[rows] = normalizers
-        self.log_probs[rows] = scaled.gather(-1, targets[:, None]).squeeze(-1) - normalizers
-        if self.entropy.numel():
-            probs = scaled.sub_(normalizers[:, None]).exp_()
-            self.entropy[rows] = torch.special.entr(probs).sum(-1)
+def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out) -> None:
+    """Write one chunk's rows; `entropy_out` None leaves the entropy out."""
+    log_probs = _log_softmax(logits, temperature)
+    log_probs_out.copy_(log_probs.gather(-1, targets[:, None]).squeeze(-1))
+    if entropy_out is not None:
+        entropy_out.copy_(torch.special.entr(log_probs.exp_()).sum(-1))
 
 
-def _grad_logits(logits, targets, normalizers, entropy, grad_log_probs, grad_entropy, temperature) -> torch.Tensor:
-    """Gradient of one chunk's logits, in math precision.
+def _backward_chunk(logits, targets, temperature, grad_log_probs, entropy, grad_entropy) -> torch.Tensor:
+    """Gradient of one chunk's logits, in math precision; `grad_entropy` None where the entropy has none.
 
     d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature.
     """
-    probs = _scaled(logits, temperature).sub_(normalizers[:, None]).exp_()
+    probs = _log_softmax(logits, temperature).exp_()
     if grad_entropy is None:
         grad = probs.mul_(-grad_log_probs[:, None])
     else:
-        # p log p = -entr(p) is 0 where p underflows, p * log p need not be.
+        # -p log p = entr(p) is 0 where p underflows; p * log p need not be.
         grad = torch.special.entr(probs).sub_(probs * entropy[:, None]).mul_(grad_entropy[:, None])
         grad.sub_(probs.mul_(grad_log_probs[:, None]))
     grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
     return grad if temperature == 1.0 else grad.div_(temperature)
+
+
+def _outputs(inputs: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    options = {"dtype": _math_dtype(inputs.dtype), "device": inputs.device}
+    rows = inputs.shape[0]
+    return torch.empty(rows, **options), torch.empty(rows if with_entropy else 0, **options)
 
 
 def _chunks(rows: int, size: int) -> list[slice]:
@@ -121,32 +118,33 @@ def _chunks(rows: int, size: int) -> list[slice]:
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size):
-        out = _Rows(hidden, hidden.shape[0], with_entropy)
+        log_probs, entropy = _outputs(hidden, with_entropy)
         for rows in _chunks(hidden.shape[0], chunk_size):
-            out.fill(rows, torch.nn.functional.linear(hidden[rows], weight, bias), targets[rows], temperature)
-        ctx.save_for_backward(hidden, weight, bias, targets, out.normalizers, out.entropy)
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            out = entropy[rows] if with_entropy else None
+            _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size = temperature, entropy_grad, chunk_size
         if not entropy_grad:
-            ctx.mark_non_differentiable(out.entropy)
-        return out.log_probs, out.entropy
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         dtype = _math_dtype(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if want_bias else None
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
-            grad = _grad_logits(
+            grad = _backward_chunk(
                 torch.nn.functional.linear(hidden[rows], weight, bias),
                 targets[rows],
-                normalizers[rows],
-                entropy[rows] if ctx.entropy_grad else None,
-                grad_log_probs[rows],
-                grad_entropy[rows] if ctx.entropy_grad else None,
                 ctx.temperature,
+                grad_log_probs[rows],
+                entropy[rows] if ctx.entropy_grad else None,
+                grad_entropy[rows] if ctx.entropy_grad else None,
             )
             if want_bias:
                 grad_bias += grad.sum(0)
@@ -175,27 +173,27 @@ def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature, with_entropy, entropy_grad, chunk_size):
-        out = _Rows(logits, logits.shape[0], with_entropy)
+        log_probs, entropy = _outputs(logits, with_entropy)
         for rows in _chunks(logits.shape[0], chunk_size):
-            out.fill(rows, logits[rows], targets[rows], temperature)
-        ctx.save_for_backward(logits, targets, out.normalizers, out.entropy)
+            out = entropy[rows] if with_entropy else None
+            _forward_chunk(logits[rows], targets[rows], temperature, log_probs[rows], out)
+        ctx.save_for_backward(logits, targets, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size = temperature, entropy_grad, chunk_size
         if not entropy_grad:
-            ctx.mark_non_differentiable(out.entropy)
-        return out.log_probs, out.entropy
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, targets, normalizers, entropy = ctx.saved_tensors
+        logits, targets, entropy = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits.shape[0], ctx.chunk_size):
-            grad_logits[rows] = _grad_logits(
+            grad_logits[rows] = _backward_chunk(
                 logits[rows],
                 targets[rows],
-                normalizers[rows],
-                entropy[rows] if ctx.entropy_grad else None,
-                grad_log_probs[rows],
-                grad_entropy[rows] if ctx.entropy_grad else None,
                 ctx.temperature,
+                grad_log_probs[rows],
+                entropy[rows] if ctx.entropy_grad else None,
+                grad_entropy[rows] if ctx.entropy_grad else None,
             )
         return grad_logits, None, None, None, None, None
