@@ -165,7 +165,7 @@ def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 
