@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import re
 from argparse import Namespace
 from typing import Any
@@ -35,6 +36,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError([Problem(flag.split("/")[0], rule, "see slime flags")])
 
 
+@functools.cache
 def build_parser(prog: str = "slime train") -> argparse.ArgumentParser:
     """An argparse parser of all tables, grouped by family. Flags that are not given leave no attribute."""
     parser = _Parser(

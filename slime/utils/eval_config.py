@@ -69,13 +69,13 @@ _CONVERTERS = {
 _ALIASES = {"prompt_key": "input_key"}
 _PENDING = ("multimodal_keys", "min_eval_samples")
 _LEGACY_NAME = "aime"
-_LOWEST = {
-    "n_samples_per_eval_prompt": 1,
-    "max_prompt_len": 1,
-    "max_response_len": 1,
-    "max_context_len": 1,
-    "temperature": 0,
-    "min_new_tokens": 0,
+_POSITIVE = ("must be greater than 0", lambda v: v > 0)
+_NOT_NEGATIVE = ("must not be negative", lambda v: v >= 0)
+_RANGES = {
+    **dict.fromkeys(("n_samples_per_eval_prompt", "max_prompt_len", "max_response_len", "max_context_len"), _POSITIVE),
+    **dict.fromkeys(("temperature", "min_new_tokens"), _NOT_NEGATIVE),
+    "top_p": ("must be above 0 and at most 1", lambda v: 0 < v <= 1),
+    "top_k": ("must be -1 or at least 1", lambda v: v == -1 or v >= 1),
 }
 
 
@@ -185,8 +185,9 @@ def _convert(raw: Any, where: str, problems: Problems) -> dict[str, Any]:
         elif value is not None:
             try:
                 values[key] = _CONVERTERS[key](value)
-                if key in _LOWEST and values[key] < _LOWEST[key]:
-                    raise ValueError(f"must be at least {_LOWEST[key]}")
+                rule, holds = _RANGES.get(key, ("", lambda v: True))
+                if not holds(values[key]):
+                    raise ValueError(rule)
             except ValueError as error:
                 problems.append(Problem(f"{where}: {key}", str(error), value=value))
     return values

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from slime.arguments.validation import cluster
+from slime.arguments.validation import cluster, services
 
 pytestmark = pytest.mark.unit
 
@@ -133,8 +133,11 @@ class TestModel:
         assert "exceeds the model's context" in one_error("--rollout-max-context-len", "1000")
         assert "exceeds the model's context" in one_error("--sglang-context-length", "1000")
 
-    def test_evaluation_must_fit(self, one_error):
-        assert "--eval-max-response-len 600" in one_error("--eval-max-response-len", "600")
+    def test_evaluation_must_fit(self, setup, one_error):
+        data = ("--eval-interval", "1", "--eval-prompt-data", "a", setup.data)
+        message = one_error(*data, "--eval-max-response-len", "500", "--eval-max-prompt-len", "20")
+        assert "--eval-max-response-len (evaluation a) 500: + --eval-max-prompt-len 20 = 520 tokens" in message
+        assert setup.load(*data, "--eval-max-response-len", "400", "--eval-max-prompt-len", "20")
 
     def test_stretched_context_is_not_bounded_by_config(self, setup):
         path = setup.write_model("yarn", rope_scaling={"type": "yarn", "factor": 4.0})
@@ -307,6 +310,10 @@ class TestCheckpoints:
         message = one_error("--load", self.checkpoint(setup, tracker="9"))
         assert "names iter_0000009, which is not there" in message and "iter_0000007" in message
 
+    def test_checkpoint_that_was_being_replaced(self, setup):
+        path = self.checkpoint(setup, step=".iter_0000007.old")
+        assert setup.load("--load", path).load == path
+
     def test_save(self, setup, one_error):
         assert "needs --save" in one_error("--save-interval", "1")
         assert "is a file" in one_error("--save", setup.data)
@@ -343,6 +350,11 @@ class TestServices:
     def test_router_address_is_a_pair(self, one_error):
         assert "needs --sglang-router-port" in one_error("--sglang-router-ip", "127.0.0.1")
         assert "needs --sglang-router-ip" in one_error("--sglang-router-port", "3000")
+
+    def test_wandb_must_be_installed(self, setup, one_error, monkeypatch):
+        monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)
+        assert 'pip install "slime[wandb]"' in one_error("--use-wandb")
+        assert setup.load("--use-wandb", "--wandb-mode", "disabled").use_wandb
 
     def test_run_directory(self, setup, one_error):
         first, second = setup.load().run_dir, setup.load().run_dir

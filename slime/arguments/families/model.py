@@ -56,6 +56,7 @@ FAMILY = Family(
             "--fsdp-state-dict-cpu-offload",
             action=STORE_TRUE,
             help="Move state dicts to host memory while saving.",
+            pending="checkpoints are written from the training device",
         ),
         Flag(
             "--context-parallel-size", integer, 1, "Ranks that share one sequence; more than 1 is not available yet."

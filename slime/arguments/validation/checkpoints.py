@@ -70,10 +70,13 @@ def _check_tracker(load: str, problems: Problems) -> None:
         problems.add(
             "--load", load, f"{TRACKER} must hold a number, not {content[:40]!r}", "write the last step there"
         )
-    elif not os.path.isdir(os.path.join(load, f"iter_{int(content):07d}")):
-        there = sorted(name for name in os.listdir(load) if name.startswith("iter_"))
+        return
+    name = f"iter_{int(content):07d}"
+    # `.iter_*.old` is what a run that was killed while it replaced that checkpoint leaves behind
+    if not any(os.path.isdir(os.path.join(load, found)) for found in (name, f".{name}.old")):
+        there = sorted(entry for entry in os.listdir(load) if entry.startswith("iter_"))
         fix = f"write the step of {there[-1]} into {TRACKER}" if there else ""
-        problems.add("--load", load, f"{TRACKER} names iter_{int(content):07d}, which is not there", fix)
+        problems.add("--load", load, f"{TRACKER} names {name}, which is not there", fix)
 
 
 def _check_writable(flag: str, path: str, problems: Problems) -> None:

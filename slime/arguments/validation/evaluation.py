@@ -8,6 +8,7 @@ from argparse import Namespace
 from slime.arguments.problems import ConfigError, Problems
 from slime.arguments.validation.data import check_file
 from slime.arguments.validation.functions import check_path
+from slime.arguments.validation.model import check_evaluation
 from slime.utils.eval_config import load_eval_datasets
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         for key in ("custom_rm_path", "custom_generate_function_path"):
             if getattr(dataset, key) is not None:
                 check_path(f"{key} (evaluation {dataset.name})", getattr(dataset, key), problems)
+    check_evaluation(args, problems)
     if args.eval_interval is not None and not args.eval_datasets:
         problems.add(
             "--eval-interval",

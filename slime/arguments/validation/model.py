@@ -22,6 +22,21 @@ def complete(args: Namespace, problems: Problems) -> None:
     _check_lengths(args, context_of(config), problems)
 
 
+def check_evaluation(args: Namespace, problems: Problems) -> None:
+    """The lengths of each evaluation data set against the context; called once the data sets are known."""
+    flags = ("--hf-checkpoint", "--rollout-max-response-len", "--rollout-max-context-len", "--sglang-context-length")
+    if args.hf_checkpoint is None or problems.concern(*flags):
+        return
+    config = read_hf_config(args.hf_checkpoint, "--hf-checkpoint", problems) or {}
+    for dataset in args.eval_datasets:
+        limit, name = _tightest(args, context_of(config), ("--sglang-context-length",))
+        if dataset.max_context_len is not None and (limit is None or dataset.max_context_len < limit):
+            limit, name = dataset.max_context_len, f"--eval-max-context-len {dataset.max_context_len}"
+        if limit is not None:
+            where = f" (evaluation {dataset.name})"
+            _check_pair("eval", dataset.max_prompt_len, dataset.max_response_len, limit, name, problems, where)
+
+
 def read_hf_config(path: str, flag: str, problems: Problems) -> dict[str, Any] | None:
     """config.json of a checkpoint directory; None, with a problem added, when there is none."""
     if not os.path.isdir(path):
@@ -75,28 +90,32 @@ def context_of(config: dict[str, Any]) -> int | None:
 
 
 def _check_lengths(args: Namespace, model_context: int | None, problems: Problems) -> None:
-    limits = [(model_context, f"the model's context (max_position_embeddings {model_context})")]
-    for flag in ("--sglang-context-length", "--rollout-max-context-len"):
-        value = getattr(args, flag[2:].replace("-", "_"))
+    flags = ("--sglang-context-length", "--rollout-max-context-len")
+    for flag in flags:
+        value = _value(args, flag)
         if value is not None and model_context is not None and value > model_context:
-            problems.add(flag, value, f"exceeds {limits[0][1]}", f"use at most {model_context}")
-        limits.append((value, f"{flag} {value}"))
-    context, source = min((limit for limit in limits if limit[0] is not None), default=(None, ""))
-    if context is None:
-        return
-    for family, fallback in (("rollout", None), ("eval", args.rollout_max_response_len)):
-        if family == "eval" and args.eval_max_response_len is None and args.eval_max_prompt_len is None:
-            continue
-        own = getattr(args, f"{family}_max_context_len")
-        limit, name = (own, f"--{family}-max-context-len {own}") if own and own < context else (context, source)
-        _check_pair(args, family, fallback, limit, name, problems)
+            rule = f"exceeds the model's context (max_position_embeddings {model_context})"
+            problems.add(flag, value, rule, f"use at most {model_context}")
+    limit, name = _tightest(args, model_context, flags)
+    if limit is not None:
+        _check_pair("rollout", args.rollout_max_prompt_len, args.rollout_max_response_len, limit, name, problems)
 
 
-def _check_pair(args: Namespace, family: str, fallback: int | None, limit: int, name: str, problems: Problems) -> None:
-    prompt = getattr(args, f"{family}_max_prompt_len")
-    response = getattr(args, f"{family}_max_response_len")
-    response = fallback if response is None else response
-    flag = f"--{family}-max-response-len"
+def _value(args: Namespace, flag: str) -> Any:
+    return getattr(args, flag[2:].replace("-", "_"))
+
+
+def _tightest(args: Namespace, model_context: int | None, flags: tuple[str, ...]) -> tuple[int | None, str]:
+    """The smallest bound on a sequence, with the words that name it."""
+    limits = [(model_context, f"the model's context (max_position_embeddings {model_context})")]
+    limits += [(_value(args, flag), f"{flag} {_value(args, flag)}") for flag in flags]
+    return min((limit for limit in limits if limit[0] is not None), default=(None, ""))
+
+
+def _check_pair(
+    family: str, prompt: int | None, response: int, limit: int, name: str, problems: Problems, where: str = ""
+) -> None:
+    flag = f"--{family}-max-response-len{where}"
     if prompt is not None and prompt + response > limit:
         rule = f"+ --{family}-max-prompt-len {prompt} = {prompt + response} tokens, more than {name}"
         problems.add(flag, response, rule, f"shorten one of them by {prompt + response - limit}")

@@ -1,0 +1,56 @@
+"""No flag is silently ignored: what is available is read somewhere in the package."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import slime
+from slime.arguments.families import FLAGS
+
+pytestmark = pytest.mark.unit
+PACKAGE = Path(slime.__file__).parent
+
+CONSUMED_HERE = {
+    "custom_config_path": "read by the parser",
+    "print_config": "read by parse_args",
+    "bf16": "becomes dtype",
+    "num_gpus_per_node": "sizes --debug-rollout-only",
+    "log_probs_max_tokens_per_gpu": "must equal max_tokens_per_gpu",
+    "num_steps_per_rollout": "becomes global_batch_size",
+    "offload": "becomes offload_train and offload_rollout",
+    "dump_details": "becomes both dump templates",
+    "use_slime_router": "the only router",
+    "eval_reward_key": "part of eval_datasets",
+    **dict.fromkeys(
+        (f"eval_{key}" for key in ("prompt_data", "config", "input_key", "label_key", "tool_key")),
+        "part of eval_datasets",
+    ),
+    **dict.fromkeys(
+        (f"eval_{key}" for key in ("temperature", "top_p", "top_k", "max_prompt_len", "max_response_len")),
+        "part of eval_datasets",
+    ),
+    **dict.fromkeys(
+        ("eval_min_new_tokens", "eval_max_context_len", "n_samples_per_eval_prompt"), "part of eval_datasets"
+    ),
+}
+
+
+def source() -> str:
+    files = [
+        path for path in PACKAGE.rglob("*.py") if path.parent.parts[-1] not in ("arguments", "families", "validation")
+    ]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def test_available_flags_are_read():
+    read = set(re.findall(r"args\.([a-z]\w*)", source()))
+    ignored = [
+        flag.name
+        for flag in FLAGS
+        if not flag.pending
+        and flag.dest not in read
+        and flag.dest not in CONSUMED_HERE
+        and len(flag.choices) - len(flag.pending_choices) != 1
+    ]
+    assert ignored == []
