@@ -126,10 +126,25 @@ class MetricsLogger:
         for tracker in self._trackers:
             tracker.log(scalars, step_key, step)
 
-    def axis(self, step_key: str, step: int, rollout_id: int) -> tuple[str, int]:
-        """The axis and step to log at: with `--wandb-always-use-train-step` everything stands on `train/step`."""
+    def log_rollout(self, rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> None:
+        """A rollout's metrics, each on its axis (`train/step` counts optimizer steps), and the console's row."""
+        step = int(metrics.get("train/step", rollout_id))
+        train = {name: value for name, value in metrics.items() if name.startswith("train/") and name != "train/step"}
+        rest = {name: value for name, value in metrics.items() if not name.startswith("train/")}
+        if train:
+            self.log(train, "train/step", step)
+        self.log(rest, *self._axis("rollout/step", rollout_id, rollout_id))
+        self.console.row(rollout_id, num_rollout, metrics)
+
+    def log_eval(self, rollouts_done: int, metrics: dict[str, Any]) -> None:
+        """An evaluation after `rollouts_done` rollouts."""
+        self.log(metrics, *self._axis("eval/step", rollouts_done, rollouts_done))
+        self.console.evaluation(rollouts_done, metrics)
+
+    def _axis(self, step_key: str, step: int, rollout_id: int) -> tuple[str, int]:
+        """With `--wandb-always-use-train-step` everything stands on `train/step`."""
         args = self._args
-        if not args.wandb_always_use_train_step or step_key == "train/step":
+        if not args.wandb_always_use_train_step:
             return step_key, step
         return "train/step", rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
 

@@ -56,9 +56,11 @@ class RunDir:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def append_jsonl(self, name: str, record: dict[str, Any]) -> None:
-        with open(self.path / name, "a") as file:
-            file.write(json.dumps(to_plain(record)) + "\n")
+    def record_trained(self, rollout_id: int, sample_indices: list[int]) -> None:
+        """Note which samples a rollout trained on. After a resume the later line of a rollout is the valid one: what
+        was trained after the checkpoint was lost with the killed process."""
+        with open(self.path / "trained.jsonl", "a") as file:
+            file.write(json.dumps({"rollout_id": rollout_id, "sample_indices": sample_indices}) + "\n")
 
     def write_samples(self, name: str, samples: list[Sample]) -> None:
         """At most `SAMPLES_PER_FILE` samples, spread over the list, to `samples/{name}.jsonl`."""

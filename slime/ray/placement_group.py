@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+if TYPE_CHECKING:
+    from slime.ray.actor_group import RayTrainGroup
+    from slime.ray.session import Session
 
 TRAIN_FRACTION = 0.4
 ENGINE_FRACTION = 0.2
@@ -107,3 +111,21 @@ def _ordered_bundles(pg: PlacementGroup, device: str) -> list[int]:
 
 def _visible_gpu() -> int:
     return int(ray.get_gpu_ids()[0])
+
+
+def create_training_models(
+    args: Namespace, slices: dict[str, PlacementSlice], session: Session
+) -> tuple[RayTrainGroup | None, None]:
+    """Start the trainer processes: `(actor group, critic group)`; none under `--debug-rollout-only`.
+
+    They import their backend at once, while the engines start; `init` builds the models.
+    """
+    if args.debug_rollout_only:
+        return None, None
+    from slime.ray.actor_group import RayTrainGroup
+
+    group = RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, slices["actor"])
+    for rank, actor in enumerate(group.actors):
+        session.name_actor(actor, f"train-{rank}")
+    session.on_close(group.dispose)
+    return group, None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.observability.dumps import load_rollout_dump, save_rollout_dump
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
@@ -23,6 +24,7 @@ from slime.observability.run_dir import RunDir, redirect_output
 from slime.ray.engine_actor import EmbeddedEngineActor
 from slime.ray.placement_group import ENGINE_FRACTION, PlacementSlice
 from slime.ray.server_process import ServerProcess, http_json
+from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, samples_to_batch, trim
 from slime.rollout.base_types import call_rollout_fn
 from slime.training.rollout_data import partition_rollout_data
@@ -268,9 +270,9 @@ def _on_axis(axis: str, metrics: dict[str, Any]) -> dict[str, Any]:
     return {key if key.split("/")[0] in METRIC_AXES else f"{axis}/{key}": value for key, value in metrics.items()}
 
 
-def create_rollout_manager(args: Namespace, placement: PlacementSlice) -> Any:
-    """The manager on the driver's node (it and the router share the node's loopback with the driver)."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
+def create_rollout_manager(args: Namespace, placement: PlacementSlice, session: Session) -> Any:
+    """The manager on the driver's node; `start` starts its servers."""
     node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return RolloutManager.options(num_cpus=0, scheduling_strategy=node).remote(args, placement)
+    manager = RolloutManager.options(num_cpus=0, scheduling_strategy=node).remote(args, placement)
+    session.on_close(manager.dispose.remote)
+    return session.name_actor(manager, "rollout-manager")

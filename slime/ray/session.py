@@ -57,10 +57,12 @@ class Session:
         self._owns_ray = False
         self._terminated = False
         self._handlers: dict[int, Any] = {}
+        self._before: set[psutil.Process] = set()
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        self._before = set(_descendants())
         _adopt_orphans(True)
         try:
             self._start_ray()
@@ -84,7 +86,7 @@ class Session:
         try:
             self._close(signalled=isinstance(error, KeyboardInterrupt))
         except KeyboardInterrupt:
-            _end_processes(_descendants(), patience=0)
+            _end_processes(self._started(), patience=0)
         return isinstance(error, (Exception, KeyboardInterrupt))
 
     def _start_ray(self) -> None:
@@ -108,7 +110,7 @@ class Session:
         )
 
     def on_close(self, cleanup: Callable[[], Any]) -> None:
-        """Call `cleanup` when the run ends, last registered first. It may return refs to wait for."""
+        """Call `cleanup` when the run ends, last registered first. It may return a ref to wait for."""
         self._cleanups.append(cleanup)
 
     def _close(self, signalled: bool) -> None:
@@ -118,21 +120,26 @@ class Session:
             for cleanup in reversed(self._cleanups if ray.is_initialized() else []):
                 # An actor that is gone already, or hangs, must not keep the others alive.
                 with contextlib.suppress(ray.exceptions.RayError):
-                    refs = cleanup()
-                    ray.get(refs if isinstance(refs, list) else [refs], timeout=timeout)
+                    ref = cleanup()
+                    if ref is not None:
+                        ray.get(ref, timeout=timeout)
         finally:
             if signalled and self._owns_ray:
                 # The signal may have reached Ray's processes too, and ray.shutdown waits for them without limit.
-                _end_processes(_descendants(), patience=0)
+                _end_processes(self._started(), patience=0)
             ray.shutdown()
             if self._owns_ray:
-                _end_processes(_descendants(), patience=EXIT_TIMEOUT_SECS)
+                _end_processes(self._started(), patience=EXIT_TIMEOUT_SECS)
             if self._temp_dir is not None:
                 shutil.rmtree(self._temp_dir, ignore_errors=True)
             _adopt_orphans(False)
             self.metrics.close()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
+
+    def _started(self) -> list[psutil.Process]:
+        """Every process below this one that the run has started, however deep."""
+        return [process for process in _descendants() if process not in self._before]
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +208,8 @@ class Session:
             return f"{name} died. The end of its log {log}:\n{tail(log)}"
         if isinstance(error, ray.exceptions.RayTaskError):
             cause = _root_cause(error)
-            return f"{type(cause).__name__}: {cause}"
+            where = self._names.get(error.actor_id or "", "")
+            return f"{where + ': ' if where else ''}{type(cause).__name__}: {cause}"
         return f"{type(error).__name__}: {error}"
 
 

@@ -48,12 +48,19 @@ def test_missing_wandb_says_what_to_install(args, monkeypatch):
         MetricsLogger(args)
 
 
-def test_train_step_axis(args):
+def test_axes(args, tmp_path):
     logger = MetricsLogger(args)
-    assert logger.axis("rollout/step", 5, 5) == ("rollout/step", 5)
+    metrics = {"train/loss": 1.0, "train/step": 12, "rollout/raw_reward": 0.5, "perf/rollout_time": 1.0}
+    logger.log_rollout(5, 10, metrics)
+    logger.log_eval(6, {"eval/a": 0.5})
     args.wandb_always_use_train_step = True
-    assert logger.axis("rollout/step", 5, 5) == ("train/step", 10)
+    logger.log_rollout(5, 10, metrics)
     logger.close()
+    train, rollout, evaluation, _, last = (json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl"))
+    assert train["train/step"] == 12 and train["train/loss"] == 1.0 and "rollout/raw_reward" not in train
+    assert rollout["rollout/step"] == 5 and rollout["rollout/raw_reward"] == 0.5 and "train/loss" not in rollout
+    assert evaluation["eval/step"] == 6 and evaluation["eval/a"] == 0.5
+    assert last["train/step"] == 10 and "rollout/step" not in last
 
 
 def test_plain_console(tmp_path, capsys):
