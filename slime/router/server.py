@@ -24,7 +24,7 @@ from multidict import CIMultiDict
 from slime.router.workers import Worker, WorkerPool
 from slime.utils.async_utils import wait_for_exit
 from slime.utils.logging_utils import configure_logging
-from slime.utils.state_file import atomic_write
+from slime.utils.misc import atomic_write
 
 logger = logging.getLogger(__name__)
 

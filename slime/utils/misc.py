@@ -1,4 +1,4 @@
-"""Loading of user functions by import path, and calling them in whatever form they were written.
+"""Loading of user functions by import path, calling them in whatever form they were written, and small helpers.
 
 Plug-ins outlive releases: their signatures differ by the date they were written, so they are called by introspection.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -80,3 +82,19 @@ def flatten(items: Iterable) -> Iterator:
             yield from flatten(item)
         else:
             yield item
+
+
+def atomic_write(path: str, data: bytes) -> None:
+    """Write a whole file under a temporary name, flush it to disk, then rename it."""
+    directory = os.path.dirname(os.path.abspath(path))
+    os.makedirs(directory, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=directory, prefix=os.path.basename(path) + ".", suffix=".tmp")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

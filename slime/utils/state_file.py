@@ -8,13 +8,13 @@ The unpickler knows no class, so a hostile file is refused rather than executed.
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import tempfile
 import zipfile
 from typing import Any
 
 import numpy as np
+
+from slime.utils.misc import atomic_write
 
 ARRAY_TAG = "__ndarray__"
 _PLAIN = (bool, int, float, str, type(None))
@@ -48,22 +48,6 @@ def load(path: str) -> Any:
             return _restore(_PlainUnpickler(io.BytesIO(archive.read(names[0]))).load())
     except (zipfile.BadZipFile, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def atomic_write(path: str, data: bytes) -> None:
-    """Write a whole file under a temporary name, flush it to disk, then rename it."""
-    directory = os.path.dirname(os.path.abspath(path))
-    os.makedirs(directory, exist_ok=True)
-    fd, temporary = tempfile.mkstemp(dir=directory, prefix=os.path.basename(path) + ".", suffix=".tmp")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 class _PlainUnpickler(pickle.Unpickler):
