@@ -9,14 +9,19 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
-from slime.ray.placement_group import create_placement_groups, create_training_models
-from slime.ray.rollout import create_rollout_manager
-from slime.ray.session import Session
+from typing import TYPE_CHECKING
+
 from slime.utils.arguments import parse_args
+
+if TYPE_CHECKING:
+    from slime.ray.session import Session
 
 
 def train(args: Namespace, session: Session) -> None:
     """Run the whole training that `args` describe."""
+    from slime.ray.placement_group import create_placement_groups, create_training_models
+    from slime.ray.rollout import create_rollout_manager
+
     wait, phase = session.wait, session.metrics.phase
     slices = create_placement_groups(args)
     manager = create_rollout_manager(args, slices["rollout"], session)
@@ -102,6 +107,8 @@ def is_time_to_save(args: Namespace, rollout_id: int, per_epoch: int | None) -> 
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, end all processes; returns the exit code (130 after Ctrl-C, 143 after SIGTERM)."""
     args = parse_args(argv)
+    from slime.ray.session import Session  # only now: a wrong configuration is reported without importing ray
+
     with Session(args) as session:
         train(args, session)
     return session.exit_code

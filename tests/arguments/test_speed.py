@@ -45,6 +45,17 @@ def test_config_error_is_reported_at_once(words, message):
     assert seconds < 2
 
 
+def test_train_command_reports_before_it_imports_the_loop():
+    probe = (
+        "import sys\nfrom slime.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n"
+        f"    print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    result, seconds = timed("-c", probe, "train", "--rollout-batchsize", "8")
+    assert "did you mean --rollout-batch-size?" in result.stderr
+    assert "heavy: []" in result.stdout
+    assert seconds < 2
+
+
 def test_right_config_is_light_too(setup):
     result, seconds = timed("-c", PROBE, *setup.argv("--print-config"))
     assert result.returncode == 0, result.stderr
