@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-
 from typing import TYPE_CHECKING
 
 from slime.utils.arguments import parse_args
