@@ -222,10 +222,15 @@ def _root_cause(error: ray.exceptions.RayTaskError) -> BaseException:
 
 
 def worker_env(args: Namespace) -> dict[str, str]:
-    """Environment of all processes of the run. On CPU one compute thread each, unless the user's environment says
-    more: several processes that take all cores each are slower."""
-    names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "PYTHONPATH")
+    """Environment of all processes of the run.
+
+    They find the user's modules where this process does. On CPU they have one compute thread each, unless the user's
+    environment says more: several processes that take all cores each are slower.
+    """
+    names = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE")
     env = {name: os.environ[name] for name in names if name in os.environ}
+    paths = [os.path.abspath(sys.path[0]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
     if args.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
