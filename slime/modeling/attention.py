@@ -31,7 +31,7 @@ class AttentionContext(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Causal attention. T tokens, H query heads, G key/value heads (H % G == 0); returns [T, H, D].
+        """Causal attention. T tokens, H query heads, G key/value heads (H % G == 0); returns [T, H, D] (D of values).
 
         `window` is the sliding window in tokens (a token sees itself and the `window - 1` before it) or None.
         """
@@ -97,7 +97,7 @@ class PackedSequences:
                 age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
                 mask = (age >= 0) & (age < window)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
-            outputs.append(out.transpose(1, 2).reshape(size * length, *query_THD.shape[1:]))
+            outputs.append(out.transpose(1, 2).reshape(size * length, query_THD.shape[1], -1))
         return torch.cat(outputs).index_select(0, sources)
 
 
@@ -121,7 +121,11 @@ def _flash_varlen(q, k, v, cu_seqlens, max_seqlen, scale, window):
         raise NotImplementedError("sliding-window attention on CUDA needs torch >= 2.11")
     if has_gqa and q.shape[1] != k.shape[1]:
         kwargs["enable_gqa"] = True
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **kwargs)
+    value_dim = v.shape[-1]
+    if value_dim != q.shape[-1]:  # multi-head latent attention: the kernels want one head size
+        v = F.pad(v, (0, q.shape[-1] - value_dim))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **kwargs)
+    return out[..., :value_dim]
 
 
 def _attention_forward(
