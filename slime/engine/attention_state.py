@@ -87,14 +87,7 @@ class PagedAttention:
         self.slots = self._tensor(plan.slots)
         self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         self.groups = self._decode_groups(plan) + self._prefill_groups(plan)
-        tokens = len(plan.input_ids)
-        self.ordered = all(isinstance(g.rows, slice) for g in self.groups)
-        self.scatter = None
-        if not self.ordered:
-            every = torch.arange(tokens, device=self.device)
-            indices = torch.cat([every[g.rows] if isinstance(g.rows, slice) else g.rows for g in self.groups])
-            # Padding repeats the last query of a sequence, so that each copy scatters the same value.
-            self.scatter = indices
+        self.gather = self._gather(len(plan.input_ids)) if plan.chunks else None
 
     def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
         keys, values = self.memory.layers[layer_idx]
@@ -104,10 +97,15 @@ class PagedAttention:
             self._attend(i, group, query_THD, key_TGD, value_TGD, keys, values, scale, window)
             for i, group in enumerate(self.groups)
         ]
-        if self.ordered:
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        out = query_THD.new_empty(*query_THD.shape[:2], value_TGD.shape[2])
-        return out.index_copy_(0, self.scatter, torch.cat(outputs))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out if self.gather is None else out.index_select(0, self.gather)
+
+    def _gather(self, tokens: int) -> torch.Tensor:
+        """Where each row token stands in the concatenated, padded outputs (padding repeats a token: take the first)."""
+        every = torch.arange(tokens, device=self.device)
+        rows = torch.cat([every[g.rows] if isinstance(g.rows, slice) else g.rows for g in self.groups])
+        padded = torch.arange(len(rows), device=self.device)
+        return torch.full_like(every, len(rows)).scatter_reduce_(0, rows, padded, "amin")
 
     def _attend(self, index, group, query_THD, key_TGD, value_TGD, keys, values, scale, window):
         """Output [B * Q, H, Dv] of one group."""

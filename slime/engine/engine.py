@@ -232,6 +232,15 @@ class Engine:
         if len(self.rows.free) != self.rows.capacity:
             raise IntegrityError(f"{self.rows.capacity - len(self.rows.free)} rows are held while idle")
 
+    def integrity(self) -> str:
+        """`ok`, or what is wrong with the block tables."""
+        try:
+            self.check_idle_integrity()
+            self.blocks.check_integrity(idle=False)
+        except IntegrityError as error:
+            return str(error)
+        return "ok"
+
     def load(self) -> dict[str, Any]:
         """Numbers of the moment."""
         used = self.blocks.num_blocks - self.blocks.num_free

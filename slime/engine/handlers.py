@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,8 @@ from slime.engine.protocol import GenerateRequest, Request, RequestError, Sampli
 from slime.engine.replies import final_reply, partial_reply
 from slime.engine.sequence import Sequence
 from slime.engine.weight_handlers import WeightHandlers
+
+logger = logging.getLogger(__name__)
 
 HEALTH_GENERATE_SECONDS = 20.0
 
@@ -37,6 +40,9 @@ async def errors_as_json(
         return error_response(str(error), error.status)
     except web.HTTPException as error:
         return error_response(error.reason, error.status)
+    except Exception as error:
+        logger.exception("%s failed", request.path)
+        return error_response(f"{type(error).__name__}: {error}", 500)
 
 
 async def json_body(request: web.Request) -> dict[str, Any]:
@@ -246,6 +252,7 @@ class EngineHandlers:
         info["max_context"] = engine.max_context
         info["kv_cache_bytes"] = engine.memory.nbytes
         info["internal_states"] = [state]
+        info["integrity"] = await self._call(engine.integrity)
         return web.json_response(info)
 
     async def weight_version(self, request: web.Request) -> web.Response:
