@@ -43,7 +43,7 @@ def train(args: Namespace, session: Session) -> None:
         if args.debug_train_only or args.debug_rollout_only:
             return {}
         with phase("updating weights"):
-            metrics = actor.offload() if args.offload_train else {}
+            metrics = wait(actor.call("offload"))[0] if args.offload_train else {}
             if args.offload_rollout:
                 wait(manager.onload.remote(["weights"]))
             metrics |= wait(actor.call("update_weights"))[0]
@@ -78,7 +78,7 @@ def train(args: Namespace, session: Session) -> None:
             wait(manager.offload.remote())
         if actor is not None:
             with phase(f"{progress}: training"):
-                metrics |= actor.onload() if args.offload_train else {}
+                metrics |= wait(actor.call("onload"))[0] if args.offload_train else {}
                 metrics |= wait(actor.async_train(rollout_id, rollout.refs))[0]
             session.run_dir.record_trained(rollout_id, rollout.sample_indices)
             if args.save is not None and is_time_to_save(args, rollout_id, per_epoch):

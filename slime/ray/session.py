@@ -156,7 +156,8 @@ class Session:
         """`ray.get` that also ends when a guarded process dies, and at the first failure among several refs.
 
         Raises:
-            RunError: a guarded process died; the message has its name and the end of its log.
+            RunError: an actor failed or a guarded process died; the message has its name, and the end of its log when
+                it is dead.
         """
         pending = list(refs) if isinstance(refs, list) else [refs]
         while pending:
@@ -171,10 +172,18 @@ class Session:
     def _get(self, ref: ray.ObjectRef) -> Any:
         try:
             return ray.get(ref)
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError as error:
             # Often only the consequence of a server's death, which is noticed a moment later.
             self._check_guards(timeout=GUARD_PATIENCE_SECS)
-            raise
+            name = self._names.get(ref.task_id().actor_id().hex(), "an actor")
+            raise RunError(self._describe(name, error)) from error
+
+    def _describe(self, name: str, error: ray.exceptions.RayError) -> str:
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = _root_cause(error)
+            return f"{name}: {type(cause).__name__}: {cause}"
+        log = self.run_dir.log_file(name)
+        return f"{name} died. The end of its log {log}:\n{tail(log)}"
 
     def _check_guards(self, timeout: float) -> None:
         if not self._guards:
@@ -194,23 +203,10 @@ class Session:
             return 143 if self._terminated else 130
         if not isinstance(error, Exception):
             return 1
-        details = "".join(traceback.format_exception(error))
-        self.console.record(details)
-        self.console.error(f"error: {self._explain(error)}\n(logs: {self.run_dir.path / 'logs'})")
+        self.console.record("".join(traceback.format_exception(error)))
+        what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        self.console.error(f"error: {what}\n(logs: {self.run_dir.path / 'logs'})")
         return 1
-
-    def _explain(self, error: Exception) -> str:
-        if isinstance(error, RunError):
-            return str(error)
-        if isinstance(error, ray.exceptions.RayActorError):
-            name = self._names.get(error.actor_id or "", "an actor")
-            log = self.run_dir.log_file(name)
-            return f"{name} died. The end of its log {log}:\n{tail(log)}"
-        if isinstance(error, ray.exceptions.RayTaskError):
-            cause = _root_cause(error)
-            where = self._names.get(error.actor_id or "", "")
-            return f"{where + ': ' if where else ''}{type(cause).__name__}: {cause}"
-        return f"{type(error).__name__}: {error}"
 
 
 def _root_cause(error: ray.exceptions.RayTaskError) -> BaseException:
