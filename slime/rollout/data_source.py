@@ -69,7 +69,9 @@ class RolloutDataSource:
         return group
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
-        raise RuntimeError(f"{type(self).__name__} has no buffer; use RolloutDataSourceWithBuffer (--data-source-path)")
+        raise RuntimeError(
+            f"{type(self).__name__} has no buffer; use RolloutDataSourceWithBuffer (--data-source-path)"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides which samples come next, as plain values."""

@@ -1,4 +1,4 @@
-"""Evaluation: every prompt of every data set, n responses each, all data sets at once through one concurrency limit."""
+"""Evaluation: every prompt of every data set, n responses each, all data sets at once under one concurrency limit."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         output = await post(f"{router_url(args)}/generate", payload, headers=headers)
     except HttpError as error:
         raise RolloutError(
-            f"the engine refused {describe(sample)} ({len(sample.tokens)} input tokens, {budget} new): {error.body[:1000]}"
+            f"the engine refused {describe(sample)} ({len(sample.tokens)} input tokens, {budget} new): "
+            + error.body[:1000]
             + ("; --rollout-max-prompt-len drops long prompts at load" if error.status == 400 else "")
         ) from error
     meta_info = output["meta_info"]
@@ -147,12 +148,16 @@ def _annotate_fan_out(pieces: list[Sample], original: Sample, who: str) -> None:
 def _check_lengths(sample: Sample, who: str) -> None:
     lists = {"loss_mask": sample.loss_mask, "rollout_log_probs": sample.rollout_log_probs}
     wrong = {
-        name: len(values) for name, values in lists.items() if values is not None and len(values) != sample.response_length
+        name: len(values)
+        for name, values in lists.items()
+        if values is not None and len(values) != sample.response_length
     }
     if sample.response_length > len(sample.tokens):
         wrong["tokens"] = len(sample.tokens)
     if wrong:
-        raise HookFailure(f"{who}: {describe(sample)} has response_length {sample.response_length} but lengths {wrong}")
+        raise HookFailure(
+            f"{who}: {describe(sample)} has response_length {sample.response_length} but lengths {wrong}"
+        )
 
 
 async def _reward(args, result: Sample | list[Sample], evaluation: bool) -> None:

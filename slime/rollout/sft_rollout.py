@@ -1,7 +1,7 @@
 """Supervised fine-tuning as a rollout function: nothing is generated, the data set's own answers are the responses.
 
-Two forms of row: a message list (without `--apply-chat-template`; every assistant turn is trained on), or a prompt string
-with the answer in the label column.
+Two forms of row: a message list (without `--apply-chat-template`; every assistant turn is trained on), or a prompt
+string with the answer in the label column.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def _cut(args, sample: Sample) -> None:
     if excess <= 0:
         return
     if excess >= sample.response_length or not any(sample.loss_mask[:-excess]):
-        raise RolloutError(f"{describe(sample)} has {len(sample.tokens)} tokens: nothing is left to train on in {limit}")
+        raise RolloutError(
+            f"{describe(sample)} has {len(sample.tokens)} tokens: nothing is left to train on in {limit}"
+        )
     sample.tokens = sample.tokens[:limit]
     sample.loss_mask = sample.loss_mask[:-excess]
     sample.response_length -= excess

@@ -29,9 +29,10 @@ from slime.utils.misc import atomic_write
 logger = logging.getLogger(__name__)
 
 HOP_BY_HOP = frozenset(
-    "connection keep-alive proxy-authenticate proxy-authorization te trailers transfer-encoding upgrade host "
-    "content-length content-encoding expect".split()
+    ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding"]
+    + ["upgrade", "host", "content-length", "content-encoding", "expect"]
 )
+"""Headers that belong to one connection, or that are set anew for the next."""
 MAX_BODY = 4 << 30
 RETRIES_PER_WORKER = 2
 """A kept-alive connection may have just been closed by its server; the second attempt opens a new one."""
@@ -159,9 +160,7 @@ class Router:
             return _error(503, "no worker is registered", code="no_available_workers")
         return _error(502, f"no worker could answer; the last failure: {failure!r}", code="workers_failed")
 
-    async def _forward(
-        self, worker: Worker, request: web.Request, body: bytes, answer: _Answer
-    ) -> web.StreamResponse:
+    async def _forward(self, worker: Worker, request: web.Request, body: bytes, answer: _Answer) -> web.StreamResponse:
         headers = CIMultiDict((k, v) for k, v in request.headers.items() if k.lower() not in HOP_BY_HOP)
         worker.in_flight += 1
         try:

@@ -6,6 +6,7 @@ any size costs 24 bytes per row. Every error names file, line and key.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -194,9 +195,13 @@ class Dataset:
             )  # fmt: skip
 
     def _text(self, prompt: str | list[dict[str, Any]]) -> str:
+        """What is measured: of a message list the part before the first answer."""
         if isinstance(prompt, str):
             return prompt
-        return self.tokenizer.apply_chat_template(prompt, tokenize=False, **self.apply_chat_template_kwargs)
+        asked = list(itertools.takewhile(lambda message: message.get("role") != "assistant", prompt))
+        return self.tokenizer.apply_chat_template(
+            asked, tokenize=False, add_generation_prompt=True, **self.apply_chat_template_kwargs
+        )
 
     def _build(self, row: int, render: bool = True) -> Sample:
         data = self.rows[row]

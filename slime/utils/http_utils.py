@@ -119,7 +119,9 @@ async def request(
 
 async def post(url: str, payload: Any = None, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
     """POST JSON, answer decoded. See `request`."""
-    return await request("POST", url, json_body={} if payload is None else payload, max_retries=max_retries, headers=headers)
+    return await request(
+        "POST", url, json_body={} if payload is None else payload, max_retries=max_retries, headers=headers
+    )
 
 
 async def get(url: str, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:

@@ -1,25 +1,27 @@
 """Loss masks for multi-turn SFT: which tokens of a rendered conversation the assistant produced.
 
-The conversation is rendered as a whole by the model's own chat template, so the tokens are the ones that the model meets
-at inference, and the assistant's turns are found in it.
+The conversation is rendered as a whole by the model's own chat template, so the tokens are the ones that the model
+meets at inference, and the assistant's turns are found in it.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 STYLES = ("qwen", "qwen3", "distill_qwen")
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+_HEADER = re.compile(re.escape(TURN_START) + r"\s*assistant\s")
 _PROBE = [{"role": "user", "content": "x"}]
 
 
 class MultiTurnLossMaskGenerator:
     """Tokens and loss mask of a message list.
 
-    `qwen` and `qwen3` are ChatML templates: the mask is 1 from the end of the generation prompt through `<|im_end|>` of
-    every assistant turn. (qwen3 drops the reasoning of earlier turns and writes an empty one into the last; the mask is
-    of what it renders.) `distill_qwen` (DeepSeek-R1-Distill) trains on the last assistant message only, whose reasoning
-    its template would remove. A message with `"step_loss_mask": 0` is not trained on.
+    `qwen` and `qwen3` are ChatML templates: the mask is 1 from the end of the generation prompt through `<|im_end|>`
+    of every assistant turn. (qwen3 drops the reasoning of earlier turns and writes an empty one into the last; the
+    mask is of what it renders.) `distill_qwen` (DeepSeek-R1-Distill) trains on the last assistant message only, whose
+    reasoning its template would remove. A message with `"step_loss_mask": 0` is not trained on.
     """
 
     def __init__(self, tokenizer, tokenizer_type: str = "qwen", template_kwargs: dict[str, Any] | None = None) -> None:
@@ -71,36 +73,46 @@ class MultiTurnLossMaskGenerator:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _chatml(self, messages: list[dict[str, Any]], tools) -> tuple[list[int], list[int]]:
-        ids = self._encode(self._render(messages, tools))
-        start, end = (self.tokenizer.convert_tokens_to_ids(token) for token in (TURN_START, TURN_END))
-        header = self._encode(f"{TURN_START}assistant\n")
-        generation_prompt = self._generation_prompt()
+        text = self._render(messages, tools)
         turns = [message for message in messages if message.get("role") == "assistant"]
-        mask = [0] * len(ids)
-        found = 0
-        for i, token in enumerate(ids):
-            if token != start or ids[i : i + len(header)] != header:
-                continue
-            first = i + len(header)
-            if ids[i : i + len(generation_prompt)] == generation_prompt:
-                first = i + len(generation_prompt)
-            if end not in ids[first:]:
-                raise ValueError(f"the chat template does not close an assistant turn with {TURN_END}")
-            last = ids.index(end, first)
-            if found < len(turns) and turns[found].get("step_loss_mask", 1) == 1:
-                mask[first : last + 1] = [1] * (last + 1 - first)
-            found += 1
-        if found != len(turns):
+        spans = self._assistant_spans(text)
+        if len(spans) != len(turns):
             raise ValueError(
-                f"the conversation has {len(turns)} assistant messages, its rendering {found} assistant turns: the "
-                f"template is not of type {self.tokenizer_type} (--loss-mask-type), or a message holds {TURN_START}"
+                f"the conversation has {len(turns)} assistant messages, its rendering {len(spans)} assistant turns: "
+                f"the template is not of type {self.tokenizer_type} (--loss-mask-type), or a text holds {TURN_START}"
             )
-        return ids, mask
+        kept = [span for span, turn in zip(spans, turns, strict=True) if turn.get("step_loss_mask", 1) == 1]
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = [0] * len(encoded["input_ids"])
+        position = 0
+        for i, (start, end) in enumerate(encoded["offset_mapping"]):
+            while position < len(kept) and start >= kept[position][1]:
+                position += 1
+            mask[i] = int(
+                position < len(kept) and kept[position][0] <= start and end <= kept[position][1] and end > start
+            )
+        return encoded["input_ids"], mask
 
-    def _generation_prompt(self) -> list[int]:
+    def _assistant_spans(self, text: str) -> list[tuple[int, int]]:
+        """[start, end) in the rendering of what the model generated in each assistant turn, end of turn included."""
+        generation_prompt = self._generation_prompt()
+        header = _HEADER.match(generation_prompt)
+        spans = []
+        for found in _HEADER.finditer(text) if header else ():
+            if text.startswith(generation_prompt, found.start()):
+                start = found.start() + len(generation_prompt)
+            else:
+                start = found.start() + len(header.group(0))
+            end = text.find(TURN_END, start)
+            if end < 0:
+                raise ValueError(f"the chat template does not close an assistant turn with {TURN_END}")
+            spans.append((start, end + len(TURN_END)))
+        return spans
+
+    def _generation_prompt(self) -> str:
         without = self._render(_PROBE)
         with_prompt = self._render(_PROBE, add_generation_prompt=True)
-        return self._encode(with_prompt[len(without) :]) if with_prompt.startswith(without) else []
+        return with_prompt[len(without) :] if with_prompt.startswith(without) else ""
 
     def _last_message(self, messages: list[dict[str, Any]], tools) -> tuple[list[int], list[int]]:
         if messages[-1].get("role") != "assistant":

@@ -1,8 +1,8 @@
 """Tokenizers for the processes that do no tensor work.
 
 `transformers` imports torch, which costs seconds and hundreds of megabytes in the driver and the rollout manager. A
-checkpoint whose `tokenizer.json` says everything is served by the `tokenizers` library alone; all other checkpoints, and
-every method that is rarely needed, go to transformers.
+checkpoint whose `tokenizer.json` says everything is served by the `tokenizers` library alone; all other checkpoints,
+and every method that is rarely needed, go to transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False):
     """The tokenizer of a checkpoint directory (or hub name), loaded once per process.
 
     Raises:
-        FileNotFoundError: the directory exists but holds no tokenizer.
+        FileNotFoundError: there is no tokenizer, or none that transformers can load.
     """
     if os.path.isdir(name_or_path) and not trust_remote_code:
         light = LightTokenizer.try_load(name_or_path)
@@ -42,8 +42,8 @@ def _load_transformers_tokenizer(name_or_path: str, trust_remote_code: bool):
 
     try:
         return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise FileNotFoundError(f"--hf-checkpoint {name_or_path!r} holds no tokenizer: {error}") from error
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"--hf-checkpoint {name_or_path!r} holds no usable tokenizer: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -70,9 +70,7 @@ class LightTokenizer:
         self.init_kwargs = config
         self.chat_templates = templates
         self.special_tokens_map = {
-            name: value
-            for name in SPECIAL_TOKENS
-            if (value := _content(config.get(name))) is not None
+            name: value for name in SPECIAL_TOKENS if (value := _content(config.get(name))) is not None
         }
         for name in SPECIAL_TOKENS:
             token = self.special_tokens_map.get(name)

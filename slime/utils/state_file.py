@@ -1,8 +1,8 @@
 """Small checkpoint files in `torch.save`'s format, written and read without torch and without running code.
 
-A file holds plain values only (None, bool, int, float, str, bytes, list, tuple, dict, and numpy arrays as tagged bytes).
-`torch.load(path, weights_only=True)` reads it, and files that the existing system wrote with `torch.save` are read here.
-The unpickler knows no class, so a hostile file is refused rather than executed.
+A file holds plain values only: None, bool, int, float, str, bytes, list, tuple, dict, and numpy arrays as tagged
+bytes. `torch.load(path, weights_only=True)` reads it, and plain values that `torch.save` wrote are read here. The
+unpickler knows no class, so a hostile file is refused rather than executed.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_a_missing_state_beside_others_is_an_error(args_of, tmp_path, caplog):
     source.load(4)
     assert "starting with the first prompt" in caplog.text
     source.save(4)
-    with pytest.raises(FileNotFoundError, match="global_dataset_state_dict_5.pt"):
+    with pytest.raises(FileNotFoundError, match=r"global_dataset_state_dict_5\.pt"):
         source.load(5)
 
 
@@ -150,7 +150,7 @@ def test_state_file_is_torch_format_and_safe(tmp_path):
         state_file.load(str(tmp_path / "tensor.pt"))
     with zipfile.ZipFile(tmp_path / "evil.pt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(print))
-    with pytest.raises(ValueError, match="builtins.print, only plain values"):
+    with pytest.raises(ValueError, match=r"builtins\.print, only plain values"):
         state_file.load(str(tmp_path / "evil.pt"))
     with pytest.raises(TypeError, match=r"state\['x'\]\[1\] is a object"):
         state_file.save(str(tmp_path / "s.pt"), {"x": [1, object()]})

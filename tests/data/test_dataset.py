@@ -31,8 +31,15 @@ def test_rows_become_samples(tmp_path):
 
 @pytest.mark.parametrize(
     "suffix, expected",
-    [("", range(10)), ("@[2:5]", range(2, 5)), ("@[-3:]", range(7, 10)), ("@[:4]", range(4)), ("@[:-8]", range(2)), ("@[8:99]", range(8, 10))],
-)  # fmt: skip
+    [
+        ("", range(10)),
+        ("@[2:5]", range(2, 5)),
+        ("@[-3:]", range(7, 10)),
+        ("@[:4]", range(4)),
+        ("@[:-8]", range(2)),
+        ("@[8:99]", range(8, 10)),
+    ],
+)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_slices(tmp_path, suffix, expected, kind):
     path = tmp_path / f"a.{kind}"

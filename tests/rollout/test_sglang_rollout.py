@@ -100,7 +100,6 @@ def test_fallback_groups_fill_before_new_prompts(cluster_of, rollout_args):
 
 def hang_on_rows_from(first_row: int):
     """The prompt `what is the sum of i and 1 ?`: input id 5 is the number i."""
-    numbers = {}
 
     def hang(payload):
         from tests.tiny_model import WORDS
@@ -150,7 +149,9 @@ def test_partial_rollout_continues_aborted_samples(cluster_of, rollout_args):
             kept = len(before) - 9
             assert sample.loss_mask == [0] * kept + [1] * (sample.response_length - kept)
             assert sample.weight_version_spans == [("1", 0, kept), ("2", kept, sample.response_length)]
-    resumed = [r for r in engine.requests if list(r["input_ids"]) in list(waiting.values()) and len(r["input_ids"]) > 9]
+    resumed = [
+        r for r in engine.requests if list(r["input_ids"]) in list(waiting.values()) and len(r["input_ids"]) > 9
+    ]
     assert resumed and all(r["sampling_params"]["max_new_tokens"] == 8 - (len(r["input_ids"]) - 9) for r in resumed)
 
 
@@ -226,7 +227,10 @@ def test_custom_generate_in_its_oldest_form(cluster_of, rollout_args):
 @pytest.mark.parametrize(
     "hook, message",
     [
-        ("generate_raises", r"--custom-generate-function-path .*generate_raises failed for sample \d+ of group \d+: KeyError"),
+        (
+            "generate_raises",
+            r"--custom-generate-function-path .*generate_raises failed for sample \d+ of group \d+: KeyError",
+        ),
         ("generate_wrong_mask", r"generate_wrong_mask: sample \d+ .* response_length 1 but lengths {'loss_mask': 2}"),
     ],
 )
@@ -266,7 +270,9 @@ def test_refused_request_names_the_sample(cluster_of, rollout_args):
             return web.json_response({"error": {"message": "the prompt has 9 tokens"}}, status=400)
 
     args = rollout_args(custom_rm_path=HOOKS + "reward_sync")
-    with pytest.raises(RolloutError, match=r"refused sample \d of group \d \(9 input.*the prompt has 9 tokens.*max-prompt-len"):
+    with pytest.raises(
+        RolloutError, match=r"refused sample \d of group \d \(9 input.*the prompt has 9 tokens.*max-prompt-len"
+    ):
         run(args, cluster_of(Refusing()))
 
 

@@ -42,7 +42,9 @@ async def test_both_registration_apis():
         await json_of(session.post(f"{base}/add_worker", json={"worker_url": "http://h:2"}))
         status, created = await json_of(session.post(f"{base}/workers", json={"url": "h:3"}))
         assert status == 202 and created["url"] == "http://h:3"
-        assert (await json_of(session.get(f"{base}/list_workers")))[1] == {"urls": ["http://h:1", "http://h:2", "http://h:3"]}
+        assert (await json_of(session.get(f"{base}/list_workers")))[1] == {
+            "urls": ["http://h:1", "http://h:2", "http://h:3"]
+        }
         _, listed = await json_of(session.get(f"{base}/workers"))
         assert [w["url"] for w in listed["workers"]] == ["http://h:1", "http://h:2", "http://h:3"]
         assert (await json_of(session.get(f"{base}/workers/{created['worker_id']}")))[1]["url"] == "http://h:3"
@@ -82,7 +84,12 @@ async def test_status_query_headers_and_body_pass_through():
     async with routed(app) as (_, base, session):
         async with session.put(f"{base}/some/path?a=1&b=%20x", data=b"hello", headers={"X-Key": "k"}) as reply:
             assert reply.status == 418 and reply.headers["X-Back"] == "yes"
-            assert await reply.json() == {"path": "/some/path?a=1&b=%20x", "method": "PUT", "body": "hello", "key": "k"}
+            assert await reply.json() == {
+                "path": "/some/path?a=1&b=%20x",
+                "method": "PUT",
+                "body": "hello",
+                "key": "k",
+            }
 
 
 async def test_sse_arrives_as_it_is_sent():

@@ -1,7 +1,7 @@
 """Finding the final answer in a response and comparing plain numbers: linear time, no evaluation, no sympy.
 
-Most answers of most data sets are plain numbers, fractions or words, and are decided here. What is left (algebra, sets,
-intervals, matrices) goes to math-verify in a worker process.
+Most answers of most data sets are plain numbers, fractions or words, and are decided here. What is left (algebra,
+sets, intervals, matrices) goes to math-verify in a worker process.
 """
 
 from __future__ import annotations
@@ -26,9 +26,24 @@ _DECORATION = re.compile(r"\\(?:left|right|displaystyle|bigl|bigr|big)(?![a-zA-Z
 _ASSIGNMENT = re.compile(r"^[a-zA-Z](?:_\{?\w\}?)?\s*=\s*")
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _NOT_UNITS = frozenset(
-    "half halves third thirds quarter quarters hundredth hundredths tenth tenths plus minus times over squared cubed pi "
-    "sqrt sin cos tan log ln exp or to not point divided multiplied mod".split()
-) | frozenset(_SCALES)
+    ["half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "hundredth", "hundredths"]
+    + [
+        "plus",
+        "minus",
+        "times",
+        "over",
+        "squared",
+        "cubed",
+        "point",
+        "divided",
+        "multiplied",
+        "mod",
+        "or",
+        "to",
+        "not",
+    ]
+    + ["pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", *_SCALES]
+)
 
 
 def last_boxed(text: str) -> str | None:
@@ -71,8 +86,7 @@ def candidates(response: str) -> list[str]:
         after = tail[stated[-1].end() :].strip()
         if after:
             return _readings(re.split(r"\n|(?<!\d)\.\s|\.\s+(?=[A-Z])|\.$", after, maxsplit=1)[0])
-    numbers = _IN_TEXT.findall(tail)
-    return numbers[-1:]
+    return [number.strip() for number in _IN_TEXT.findall(tail)[-1:]]
 
 
 def _readings(sentence: str) -> list[str]:
@@ -85,8 +99,8 @@ def _readings(sentence: str) -> list[str]:
     else:
         numbers = _IN_TEXT.findall(sentence)
         if numbers:
-            found.append(numbers[-1] if "=" in sentence else numbers[0])
-    return found
+            found.append((numbers[-1] if "=" in sentence else numbers[0]).strip())
+    return list(dict.fromkeys(found))
 
 
 def normalize(answer: str) -> str:

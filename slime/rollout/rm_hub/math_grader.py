@@ -102,19 +102,23 @@ class _Worker:
         self.process: subprocess.Popen | None = None
 
     def grade(self, truth: str, answer: str, limit: float) -> tuple[bool, str | None]:
+        request = json.dumps({"truth": truth, "answer": answer}).encode() + b"\n"
+        for _ in range(2):  # a worker may have died while it was idle
+            try:
+                return self.ask(request, limit)
+            except TimeoutError:
+                self.kill()
+                return False, f"grading took longer than {limit:g} s"
+            except (OSError, EOFError, ValueError):
+                self.kill()
+        return False, "the grader process died"
+
+    def ask(self, request: bytes, limit: float) -> tuple[bool, str | None]:
         if self.process is None or self.process.poll() is not None:
             self.start()
-        request = json.dumps({"truth": truth, "answer": answer}).encode() + b"\n"
-        try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-            reply = json.loads(self.read_line(limit))
-        except TimeoutError:
-            self.kill()
-            return False, f"grading took longer than {limit:g} s"
-        except (OSError, EOFError, ValueError):
-            self.kill()
-            return False, "the grader process died"
+        self.process.stdin.write(request)
+        self.process.stdin.flush()
+        reply = json.loads(self.read_line(limit))
         return reply["equal"], reply["error"]
 
     def start(self) -> None:

@@ -1,0 +1,115 @@
+"""Evaluation over several data sets, and supervised rollouts."""
+
+import pytest
+
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.data_source import RolloutDataSource
+from slime.rollout.errors import RolloutError
+from slime.rollout.sft_rollout import generate_rollout as sft_rollout
+from slime.rollout.sglang_rollout import generate_rollout
+from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.misc import flatten
+from slime.utils.processing_utils import load_tokenizer
+from tests.data.support import write_jsonl
+from tests.rollout.support import make_args, write_prompts
+
+HOOKS = "tests.rollout.hooks."
+
+
+@pytest.mark.integration
+def test_eval_of_two_data_sets(cluster_of, rollout_args, tmp_path):
+    cluster = cluster_of()
+    short = EvalDatasetConfig(
+        name="short",
+        path=write_prompts(tmp_path / "a.jsonl", 3),
+        label_key="label",
+        n_samples_per_eval_prompt=2,
+        temperature=0.0,
+        max_response_len=4,
+        min_new_tokens=1,
+        rm_type="random",
+        metadata_overrides={"source": "a"},
+    )
+    long = EvalDatasetConfig(
+        name="long",
+        path=write_prompts(tmp_path / "b.jsonl", 5),
+        max_response_len=50,
+        max_context_len=15,
+        custom_rm_path=HOOKS + "reward_length",
+        reward_key="score",
+        custom_generate_function_path=None,
+    )
+    args = rollout_args(eval_datasets=[short, long], custom_rm_path=None, sglang_router_port=cluster.port)
+    output = call_rollout_fn(generate_rollout, args, 4, None, evaluation=True)
+    assert list(output.data) == ["short", "long"]
+    samples = output.data["short"]["samples"]
+    assert [(s.group_index, s.index, s.metadata["row"]) for s in samples] == [(i // 2, i, i // 2) for i in range(6)]
+    assert all(s.metadata["source"] == "a" and s.response_length <= 4 for s in samples)
+    assert output.data["short"]["truncated"] == [s.truncated for s in samples]
+    assert output.data["long"]["rewards"] == [float(s.response_length) for s in output.data["long"]["samples"]]
+    assert all(len(s.tokens) <= 15 for s in output.data["long"]["samples"])
+    greedy = [r for r in cluster.requests if r["sampling_params"]["temperature"] == 0.0]
+    assert len(greedy) == 6 and all(r["sampling_params"]["min_new_tokens"] == 1 for r in greedy)
+
+
+@pytest.mark.integration
+def test_eval_passes_the_flag_to_generate_and_hooks(cluster_of, rollout_args, tmp_path):
+    from tests.rollout import hooks
+
+    hooks.CALLS.clear()
+    config = EvalDatasetConfig(name="a", path=write_prompts(tmp_path / "a.jsonl", 2))
+    args = rollout_args(
+        eval_datasets=[config],
+        custom_generate_function_path=HOOKS + "generate_pieces",
+        custom_rm_path=HOOKS + "reward_sync",
+        rollout_sample_hook_path=[HOOKS + "sample_hook"],
+        sglang_router_port=cluster_of().port,
+    )
+    data = generate_rollout(args, 9, None, evaluation=True).data
+    assert hooks.CALLS == [True, True]
+    assert [s.metadata["hook"] for s in data["a"]["samples"]] == [[9, True, 0.25]] * 4
+
+
+@pytest.mark.unit
+def test_sft_from_prompt_and_label(tmp_path, tiny_model_dir):
+    args = make_args(
+        hf_checkpoint=tiny_model_dir, prompt_data=write_prompts(tmp_path / "p.jsonl"), n_samples_per_prompt=1
+    )
+    output = sft_rollout(args, 0, RolloutDataSource(args))
+    tokenizer = load_tokenizer(tiny_model_dir)
+    assert len(output.samples) == 4
+    for sample in flatten(output.samples):
+        assert tokenizer.decode(sample.tokens) == f"{sample.prompt} {sample.label} <|im_end|>"
+        assert sample.loss_mask == [1, 1] and sample.response_length == 2 and sample.reward == 0.0
+
+
+@pytest.mark.unit
+def test_sft_from_messages_and_errors(tmp_path, tiny_model_dir):
+    def run(rows, **overrides):
+        args = make_args(
+            hf_checkpoint=tiny_model_dir,
+            prompt_data=write_jsonl(tmp_path / "m.jsonl", rows),
+            label_key=None,
+            rollout_batch_size=1,
+            n_samples_per_prompt=1,
+            **overrides,
+        )
+        return sft_rollout(args, 0, RolloutDataSource(args)).samples[0][0]
+
+    chat = [
+        {"role": "user", "content": "what is 1 + 1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "and 2 + 2"},
+        {"role": "assistant", "content": "4"},
+    ]
+    sample = run([{"input": chat}])
+    tokenizer = load_tokenizer(tiny_model_dir)
+    kept = [t for t, keep in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if keep]
+    assert tokenizer.decode(kept) == "2 <|im_end|> 4 <|im_end|>"
+    assert sample.loss_mask[0] == 1 and len(sample.loss_mask) == sample.response_length
+    cut = run([{"input": chat}], rollout_max_context_len=len(sample.tokens) - 1)
+    assert len(cut.tokens) == len(sample.tokens) - 1 and len(cut.loss_mask) == cut.response_length
+    with pytest.raises(RolloutError, match="sample 0 of group 0: a conversation without an assistant message"):
+        run([{"input": chat[:1]}])
+    with pytest.raises(RolloutError, match="no answer: pass --label-key"):
+        run([{"input": "what"}])
