@@ -7,11 +7,12 @@ caller's mistake and is raised at once with the server's own message.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
 import contextlib
 import json
 import logging
 import threading
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class _Settings:
 
 
 _settings = _Settings()
-_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+_sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 _sessions_lock = threading.Lock()
 
 
@@ -59,6 +60,8 @@ def session() -> aiohttp.ClientSession:
             connector = aiohttp.TCPConnector(limit=_settings.max_connections, ttl_dns_cache=300)
             timeout = aiohttp.ClientTimeout(total=_settings.request_timeout, sock_connect=30)
             current = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+            for closed in [known for known in _sessions if known.is_closed()]:
+                del _sessions[closed]
             _sessions[loop] = current
         return current
 
@@ -69,6 +72,14 @@ async def close_session() -> None:
         current = _sessions.pop(asyncio.get_running_loop(), None)
     if current is not None:
         await current.close()
+
+
+@atexit.register
+def _close_sessions_of_running_loops() -> None:
+    for loop, current in list(_sessions.items()):
+        if loop.is_running() and not current.closed:
+            with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
+                asyncio.run_coroutine_threadsafe(current.close(), loop).result(timeout=2)
 
 
 def backoff(attempt: int, first: float = 0.1, ceiling: float = 5.0) -> float:
