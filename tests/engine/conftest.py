@@ -17,10 +17,8 @@ def engine_server(tiny_model_dir, tmp_path_factory):
 @pytest.fixture
 def server(engine_server, tiny_model_dir):
     """The session's server: running, with the checkpoint's weights, idle and whole before and after."""
-    version = engine_server.ok("/get_weight_version")["weight_version"]
-    if version != "default":
-        body = {"model_path": tiny_model_dir, "weight_version": "default"}
-        engine_server.ok("/update_weights_from_disk", body)
+    engine_server.ok("/resume_memory_occupation", {})
+    engine_server.ok("/update_weights_from_disk", {"model_path": tiny_model_dir, "weight_version": "default"})
     engine_server.ok("/flush_cache", {})
     yield engine_server
     engine_server.ok("/continue_generation", {})
