@@ -36,6 +36,8 @@ def train(args: Namespace, session: Session) -> None:
         if actor is not None:
             start = wait(actor.async_init(args, with_ref=args.use_kl_loss or args.kl_coef != 0))[0]
             actor.connect(manager)
+            session.track_memory(actor.pids())
+        session.track_memory(wait(manager.pids.remote()))
         wait(manager.load.remote(start - 1))
 
     def sync_weights() -> dict[str, float]:
@@ -72,7 +74,7 @@ def train(args: Namespace, session: Session) -> None:
     for rollout_id in range(start, args.num_rollout):
         progress = f"rollout {rollout_id + 1}/{args.num_rollout}"
         with phase(f"{progress}: generating"):
-            rollout = wait(manager.generate.remote(rollout_id))
+            rollout = wait(manager.generate.remote(rollout_id), progress=manager.progress.remote)
         metrics = rollout.metrics
         if args.offload_rollout:
             wait(manager.offload.remote())
@@ -83,7 +85,7 @@ def train(args: Namespace, session: Session) -> None:
             session.run_dir.record_trained(rollout_id, rollout.sample_indices)
             if args.save is not None and is_time_to_save(args, rollout_id, per_epoch):
                 metrics |= save(rollout_id)
-        metrics |= sync_weights()
+        metrics |= sync_weights() | session.memory_metrics()
         session.metrics.log_rollout(rollout_id, args.num_rollout, metrics)
         if evaluates and (rollout_id + 1) % args.eval_interval == 0:
             evaluate(rollout_id + 1)

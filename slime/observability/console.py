@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,20 @@ class Console:
     def __init__(self, log_file: Path) -> None:
         self._log = open(log_file, "a")  # noqa: SIM115 (closed by close)
         self._rich = None
+        self._spinner_text: Callable[[str], None] = _ignore
         if sys.stdout.isatty():
             from rich.console import Console as RichConsole
 
             self._rich = RichConsole()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a terminal that shows progress."""
+        return self._rich is not None
+
+    def progress(self, text: str) -> None:
+        """Show `text` beside the phase that runs."""
+        self._spinner_text(text)
 
     def line(self, text: str) -> None:
         self.record(text)
@@ -78,8 +88,10 @@ class Console:
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=self._rich, transient=True, refresh_per_second=4) as progress:
-            progress.add_task(name, total=None)
+            task = progress.add_task(name, total=None)
+            self._spinner_text = lambda text: progress.update(task, description=f"{name} {text}")
             yield
+            self._spinner_text = _ignore
 
     def record(self, text: str) -> None:
         """Only to the driver's log."""
@@ -89,6 +101,10 @@ class Console:
 
     def close(self) -> None:
         self._log.close()
+
+
+def _ignore(text: str) -> None:
+    """Nothing shows progress now."""
 
 
 def _format(value: float, spec: str) -> str:

@@ -88,9 +88,7 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     metrics |= describe("multi_turn/wo_obs_response_length", [s.effective_response_length for s in samples])
     rounds = [s.metadata["round_number"] for s in samples if "round_number" in s.metadata]
     stats = describe("round_number", rounds)
-    return metrics | {
-        f"multi_turn/multi_turn_metric/{name.replace('/', '_')}": value for name, value in stats.items()
-    }
+    return metrics | {f"multi_turn/multi_turn_metric/{name.replace('/', '_')}": value for name, value in stats.items()}
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -110,6 +108,10 @@ def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float, 
     if args.log_reward_category:
         metrics |= reward_categories(args, scored)
     out = {f"rollout/{name}": value for name, value in metrics.items()}
+    if args.log_correct_samples:
+        correct = [s for s in scored if s.get_reward_value(args) == 1]
+        out |= {f"rollout/correct/{name}": value for name, value in sample_metrics(correct).items()}
+        out["rollout/correct/count"] = len(correct)
     if args.log_multi_turn:
         out |= multi_turn_metrics(samples)
     if args.log_passrate:

@@ -1,11 +1,11 @@
 """The run directory: what a person opens to see what a run did.
 
-    config.yaml     every argument as run
-    metrics.jsonl   one object per line: its step axis, the time, the metrics
-    trained.jsonl   per rollout, the indices of the samples that the trainer took a step on
-    samples/        a few prompts, responses, rewards and labels of each rollout and evaluation
-    logs/           one file per process
-    checkpoints     link to --save
+config.yaml     every argument as run
+metrics.jsonl   one object per line: its step axis, the time, the metrics
+trained.jsonl   per rollout, the indices of the samples that the trainer took a step on
+samples/        a few prompts, responses, rewards and labels of each rollout and evaluation
+logs/           one file per process
+checkpoints     link to --save
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from slime.ray.server_process import ServerProcess, http_json
 from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, samples_to_batch, trim
 from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.generate_state import GenerateState
 from slime.training.rollout_data import partition_rollout_data
 from slime.training.schedule import build_dp_schedule
 from slime.utils.http_utils import init_http_client
@@ -152,6 +153,12 @@ class RolloutManager:
             pids |= ray.get(engine.pids.remote())
         return pids
 
+    @ray.method(concurrency_group="side")
+    def progress(self) -> str:
+        """`groups done/groups wanted` of the rollout that runs now."""
+        done, wanted = GenerateState(self.args).progress
+        return f"{done}/{wanted} groups" if wanted else ""
+
     def offload(self) -> None:
         """Engines drop their caches and release weights and KV memory."""
         ray.get([engine.flush_cache.remote() for engine in self.engines])
@@ -257,9 +264,7 @@ class RolloutManager:
             save_rollout_dump(args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         extra = output.metrics or {}
         if args.custom_eval_rollout_log_function_path is not None:
-            log = load_function(
-                args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
-            )
+            log = load_function(args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path")
             if log(rollout_id, args, output.data, extra):
                 return {"perf/eval_time": seconds}
         return {**eval_metrics(args, output.data), **_on_axis("eval", extra), "perf/eval_time": seconds}

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
@@ -35,6 +36,7 @@ SIGNALLED_DISPOSE_TIMEOUT_SECS = 3.0
 EXIT_TIMEOUT_SECS = 5.0
 PR_SET_CHILD_SUBREAPER = 36
 GUARD_PATIENCE_SECS = 2.0
+PROGRESS_INTERVAL_SECS = 0.5
 
 
 class RunError(RuntimeError):
@@ -47,12 +49,14 @@ class Session:
     def __init__(self, args: Namespace) -> None:
         self.args = args
         self.exit_code = 0
+        self._begin = time.monotonic()
         self.run_dir = RunDir(args.run_dir).create(args)
         self.metrics = MetricsLogger(args)
         self.console = self.metrics.console
         self._guards: list[ray.ObjectRef] = []
         self._cleanups: list[Callable[[], Any]] = []
         self._names: dict[str, str] = {}
+        self._tracked = {"driver": psutil.Process()}
         self._temp_dir: str | None = None
         self._owns_ray = False
         self._terminated = False
@@ -64,15 +68,19 @@ class Session:
     def __enter__(self) -> Session:
         self._before = set(_descendants())
         _adopt_orphans(True)
+        main_thread = threading.current_thread() is threading.main_thread()
+        if main_thread:
+            self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, self._on_terminate)
         try:
             self._start_ray()
-        except BaseException:
+        except BaseException as error:
+            self.exit_code = self._report(error)
             self._close(signalled=True)
-            raise
-        if threading.current_thread() is threading.main_thread():
-            # After ray.init, which has a SIGTERM handler of its own.
-            self._handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_terminate)
-            self._handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise SystemExit(self.exit_code) from error
+        if main_thread:
+            signal.signal(signal.SIGTERM, self._on_terminate)  # ray.init has put its own in place
         return self
 
     def _on_terminate(self, number: int, frame: Any) -> None:
@@ -81,7 +89,9 @@ class Session:
         raise KeyboardInterrupt
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if error is not None:
+        if error is None:
+            self.console.line(f"done in {_minutes(time.monotonic() - self._begin)}; run directory {self.run_dir.path}")
+        else:
             self.exit_code = self._report(error)
         try:
             self._close(signalled=isinstance(error, KeyboardInterrupt))
@@ -103,10 +113,18 @@ class Session:
         self._temp_dir = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
         options: dict[str, Any] = {}
         if self.args.device == "cpu":
-            options = {"num_gpus": 0, "num_cpus": total_slots(self.args), "object_store_memory": OBJECT_STORE_BYTES_CPU}
+            options = {
+                "num_gpus": 0,
+                "num_cpus": total_slots(self.args),
+                "object_store_memory": OBJECT_STORE_BYTES_CPU,
+            }
         ray.init(
-            address="local", include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=self._temp_dir,
-            **common, **options,
+            address="local",
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=self._temp_dir,
+            **common,
+            **options,
         )
 
     def on_close(self, cleanup: Callable[[], Any]) -> None:
@@ -148,21 +166,39 @@ class Session:
         self._names[actor._actor_id.hex()] = name
         return actor
 
+    def track_memory(self, pids: dict[str, int]) -> None:
+        """Processes (on this node) that `memory_metrics` reports beside the driver."""
+        self._tracked |= {name: psutil.Process(pid) for name, pid in pids.items() if psutil.pid_exists(pid)}
+
+    def memory_metrics(self) -> dict[str, float]:
+        """Resident memory of each tracked process in GB, pages that processes share counted for each of them."""
+        metrics = {}
+        for name, process in self._tracked.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                metrics[f"perf/memory_gb/{name}"] = process.memory_info().rss / 1e9
+        return metrics
+
     def guard(self, ref: ray.ObjectRef) -> None:
         """From now on `wait` fails as soon as `ref` yields a text (how a server died)."""
         self._guards.append(ref)
 
-    def wait(self, refs: Any) -> Any:
+    def wait(self, refs: Any, progress: Callable[[], ray.ObjectRef] | None = None) -> Any:
         """`ray.get` that also ends when a guarded process dies, and at the first failure among several refs.
+
+        Args:
+            progress: asked now and then for a text that the console shows beside the phase (terminals only).
 
         Raises:
             RunError: an actor failed or a guarded process died; the message has its name, and the end of its log when
                 it is dead.
         """
         pending = list(refs) if isinstance(refs, list) else [refs]
+        show = progress if self.console.is_live else None
         while pending:
-            ready, _ = ray.wait([*pending, *self._guards])
+            ready, _ = ray.wait([*pending, *self._guards], timeout=PROGRESS_INTERVAL_SECS if show else None)
             self._check_guards(timeout=0)
+            if show and not ready:
+                self.console.progress(ray.get(show()))
             for ref in ready:
                 if ref in pending:
                     pending.remove(ref)
@@ -231,6 +267,10 @@ def worker_env(args: Namespace) -> dict[str, str]:
         env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     return env
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
 
 
 def _descendants() -> list[psutil.Process]:

@@ -10,7 +10,9 @@ from slime.utils.types import Sample
 
 pytestmark = pytest.mark.unit
 
-ARGS = Namespace(reward_key=None, log_reward_category=None, log_multi_turn=False, log_passrate=False)
+ARGS = Namespace(
+    reward_key=None, log_reward_category=None, log_multi_turn=False, log_passrate=False, log_correct_samples=False
+)
 
 
 def sample(group, reward, length, **fields):
@@ -37,16 +39,23 @@ def test_rollout_metrics_by_hand():
 
 
 def test_optional_metrics():
-    args = Namespace(reward_key="score", log_reward_category="cat", log_multi_turn=True, log_passrate=True)
+    args = Namespace(
+        reward_key="score",
+        log_reward_category="cat",
+        log_multi_turn=True,
+        log_passrate=True,
+        log_correct_samples=True,
+    )
     samples = [
         sample(0, {"score": 1, "cat": "ok"}, 3, metadata={"round_number": 2}),
-        sample(0, {"score": 0, "cat": "format"}, 3, metadata={"round_number": 4}),
+        sample(0, {"score": 0, "cat": "format"}, 5, metadata={"round_number": 4}),
     ]
     metrics = rollout_metrics(args, samples, 1.0, 1)
     assert metrics["rollout/error_cat/ok"] == metrics["rollout/error_cat/format"] == 0.5
     assert metrics["passrate/pass@1"] == 0.5 and metrics["passrate/pass@2"] == 1.0
     assert metrics["multi_turn/multi_turn_metric/round_number_mean"] == 3.0
-    assert metrics["multi_turn/raw_response_length/mean"] == 3.0
+    assert metrics["multi_turn/raw_response_length/mean"] == 4.0
+    assert metrics["rollout/correct/count"] == 1 and metrics["rollout/correct/response_len/mean"] == 3.0
 
 
 def test_pass_at_k_equals_the_count_over_all_subsets():
@@ -68,7 +77,9 @@ def test_repetition():
 def test_eval_metrics():
     args = Namespace(**{**vars(ARGS), "log_passrate": True})
     samples = [sample(0, 1.0, 2), sample(0, 0.0, 4), sample(1, 0.0, 6), sample(1, 0.0, 8)]
-    data = {"held-out": {"rewards": [1.0, 0.0, 0.0, 0.0], "truncated": [False, True, False, False], "samples": samples}}
+    data = {
+        "held-out": {"rewards": [1.0, 0.0, 0.0, 0.0], "truncated": [False, True, False, False], "samples": samples}
+    }
     metrics = eval_metrics(args, data)
     assert metrics["eval/held-out"] == metrics["eval/held-out-truncated_ratio"] == 0.25
     assert metrics["eval/held-out/response_len/mean"] == 5.0

@@ -18,7 +18,9 @@ MARK = "SLIME_TEST_RUN"
 
 
 def write_prompts(path: Path, count: int) -> Path:
-    rows = [{"input": f"what is the sum of {i % 50} and {i % 7} ?", "label": str(i % 50 + i % 7)} for i in range(count)]
+    rows = [
+        {"input": f"what is the sum of {i % 50} and {i % 7} ?", "label": str(i % 50 + i % 7)} for i in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -71,7 +71,9 @@ def test_disaggregated_with_two_engines_and_two_trainers(tmp_path, tiny_model_di
     assert max(m["train/train_rollout_logprob_abs_diff"] for m in run.metrics("train/step")) < 1e-5
     versions = [{v for s in run.samples(f"rollout_{i:06d}") for v in s["weight_versions"]} for i in range(3)]
     assert all(len(v) == 1 for v in versions) and len(set.union(*versions)) == 3
-    assert {"engine-0.log", "engine-1.log", "train-0.log", "train-1.log"} <= {p.name for p in (run.path / "logs").iterdir()}
+    assert {"engine-0.log", "engine-1.log", "train-0.log", "train-1.log"} <= {
+        p.name for p in (run.path / "logs").iterdir()
+    }
 
 
 def test_kill_the_driver_and_resume(tmp_path, tiny_model_dir):
@@ -123,7 +125,10 @@ def test_a_dying_process_ends_the_run_with_its_name(tmp_path, tiny_model_dir, vi
     assert name in run.stderr and f"{name}.log" in run.stderr
 
 
-@pytest.mark.parametrize(("number", "whole_group", "code"), [(signal.SIGTERM, True, 143), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
+@pytest.mark.parametrize(
+    ("number", "whole_group", "code"),
+    [(signal.SIGTERM, True, 143), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)],
+)
 def test_signals_end_everything(tmp_path, tiny_model_dir, number, whole_group, code):
     run = TrainRun(tmp_path, tiny_model_dir, "--rollout-num-gpus", 1, "--num-rollout", 1000)
     run.wait_for(lambda: len(run.trained()) >= 1)
