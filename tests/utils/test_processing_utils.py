@@ -109,6 +109,7 @@ def test_a_directory_without_tokenizer_is_named(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.integration
 def test_no_heavy_import(tiny_model_dir):
     code = (
         "import sys; from slime.utils.processing_utils import load_tokenizer\n"
