@@ -68,7 +68,7 @@ def train(args: Namespace, session: Session) -> None:
     if args.check_weight_update_equal:
         wait(actor.call("check_weights"))
     evaluates = args.eval_interval is not None and not args.debug_train_only
-    if evaluates and (args.num_rollout == 0 or start == 0 and not args.skip_eval_before_train):
+    if evaluates and (args.num_rollout == 0 or (start == 0 and not args.skip_eval_before_train)):
         evaluate(start)
 
     for rollout_id in range(start, args.num_rollout):

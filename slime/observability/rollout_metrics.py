@@ -1,4 +1,4 @@
-"""Metrics of a rollout or an evaluation, computed from its samples (names of the `rollout/`, `eval/`, `perf/` axes)."""
+"""Metrics of a rollout or an evaluation, computed from its samples: names under `rollout/`, `eval/`, `perf/`."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def eval_metrics(args: Namespace, data: dict[str, dict[str, Any]]) -> dict[str, 
             out[f"eval/{name}/repetition_frac"] = mean(has_repetition(s.response) for s in samples)
         if args.log_passrate and samples:
             by_prompt: dict[Any, list[float]] = defaultdict(list)
-            for sample, reward in zip(samples, result["rewards"]):
+            for sample, reward in zip(samples, result["rewards"], strict=True):
                 by_prompt[sample.group_index].append(reward)
             rates = pass_at_k([(len(r), sum(x == 1 for x in r)) for r in by_prompt.values()])
             out |= {f"eval/{name}-{k}": value for k, value in rates.items()}

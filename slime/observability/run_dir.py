@@ -89,7 +89,7 @@ def sample_record(sample: Sample) -> dict[str, Any]:
 
 def to_plain(value: Any) -> Any:
     """Only what JSON and YAML know: containers, strings, numbers; anything else becomes its text."""
-    if value is None or isinstance(value, (str, bool, int, float)) and type(value).__module__ == "builtins":
+    if value is None or (isinstance(value, (str, bool, int, float)) and type(value).__module__ == "builtins"):
         return value
     if isinstance(value, dict):
         return {str(k): to_plain(v) for k, v in value.items()}

@@ -36,7 +36,7 @@ def trim(args: Namespace, samples: list[Sample]) -> list[Sample]:
             f"the rollout has {count} trajectories, fewer than one optimizer step of --global-batch-size "
             f"{args.global_batch_size}: check --rollout-batch-size x --n-samples-per-prompt and the rollout function"
         )
-    return [sample for sample, number in zip(samples, ids) if number < keep]
+    return [sample for sample, number in zip(samples, ids, strict=True) if number < keep]
 
 
 def loss_mask(sample: Sample) -> list[int]:
@@ -99,7 +99,7 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         "total_lengths": [len(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
         "rewards": [float(r) for r in rewards],
-        "raw_reward": [s.metadata.get("raw_reward", r) for s, r in zip(samples, raw)],
+        "raw_reward": [s.metadata.get("raw_reward", r) for s, r in zip(samples, raw, strict=True)],
         "truncated": [int(s.truncated) for s in samples],
         "sample_indices": [s.index for s in samples],
         "rollout_ids": ids,

@@ -30,7 +30,7 @@ def test_jsonl_and_tensorboard(args, tmp_path, monkeypatch):
     logger.log({"rollout/a": 1.5, "text": "left out", "rollout/bad": float("nan")}, "rollout/step", 3)
     logger.log({"train/loss": 0.25}, "train/step", 7)
     logger.close()
-    lines = [json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl")]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["rollout/step"] == 3 and lines[0]["rollout/a"] == 1.5 and lines[0]["rollout/bad"] == "nan"
     assert "text" not in lines[0]
     assert lines[1]["train/step"] == 7 and lines[1]["train/loss"] == 0.25
@@ -56,7 +56,8 @@ def test_axes(args, tmp_path):
     args.wandb_always_use_train_step = True
     logger.log_rollout(5, 10, metrics)
     logger.close()
-    train, rollout, evaluation, _, last = (json.loads(line) for line in open(tmp_path / "run" / "metrics.jsonl"))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    train, rollout, evaluation, _, last = (json.loads(line) for line in lines)
     assert train["train/step"] == 12 and train["train/loss"] == 1.0 and "rollout/raw_reward" not in train
     assert rollout["rollout/step"] == 5 and rollout["rollout/raw_reward"] == 0.5 and "train/loss" not in rollout
     assert evaluation["eval/step"] == 6 and evaluation["eval/a"] == 0.5

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 def test_samples_are_spread_and_readable(tmp_path):
     samples = [Sample(index=i, prompt=f"p{i}", response="r", reward=np.float32(0.5), label="l") for i in range(64)]
     RunDir(tmp_path).write_samples("rollout_000000", samples)
-    lines = [json.loads(line) for line in open(tmp_path / "samples" / "rollout_000000.jsonl")]
+    lines = [json.loads(line) for line in (tmp_path / "samples" / "rollout_000000.jsonl").read_text().splitlines()]
     assert [line["index"] for line in lines] == list(range(0, 64, 8))
     assert lines[0] == {
         **lines[0],
@@ -76,5 +76,5 @@ def test_a_dump_cannot_run_code(tmp_path):
             return (exec, ("open('/dev/null')",))
 
     torch.save({"rollout_id": 0, "samples": [Evil()]}, tmp_path / "0.pt")
-    with pytest.raises(Exception, match="[Uu]nsupported|not allowed|weights_only"):
+    with pytest.raises(Exception, match=r"[Uu]nsupported|not allowed|weights_only"):
         load_rollout_dump(str(tmp_path / "{rollout_id}.pt"), 0)

@@ -12,15 +12,15 @@ pytestmark = pytest.mark.integration
 
 
 def sizes(**changes):
-    values = dict(
-        device="cpu",
-        colocate=False,
-        debug_train_only=False,
-        debug_rollout_only=False,
-        actor_num_nodes=1,
-        actor_num_gpus_per_node=2,
-        rollout_num_gpus=1,
-    )
+    values = {
+        "device": "cpu",
+        "colocate": False,
+        "debug_train_only": False,
+        "debug_rollout_only": False,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 2,
+        "rollout_num_gpus": 1,
+    }
     return Namespace(**{**values, **changes})
 
 

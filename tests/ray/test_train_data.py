@@ -10,18 +10,18 @@ pytestmark = pytest.mark.unit
 
 
 def make_args(**changes):
-    values = dict(
-        global_batch_size=4,
-        disable_rollout_trim_samples=False,
-        loss_type="policy_loss",
-        compute_advantages_and_returns=True,
-        advantage_estimator="grpo",
-        rewards_normalization=True,
-        grpo_std_normalization=True,
-        reward_key=None,
-        custom_convert_samples_to_train_data_path=None,
-        custom_reward_post_process_path=None,
-    )
+    values = {
+        "global_batch_size": 4,
+        "disable_rollout_trim_samples": False,
+        "loss_type": "policy_loss",
+        "compute_advantages_and_returns": True,
+        "advantage_estimator": "grpo",
+        "rewards_normalization": True,
+        "grpo_std_normalization": True,
+        "reward_key": None,
+        "custom_convert_samples_to_train_data_path": None,
+        "custom_reward_post_process_path": None,
+    }
     return Namespace(**{**values, **changes})
 
 

@@ -107,12 +107,15 @@ class TrainRun:
         return True
 
     def metrics(self, axis: str) -> list[dict]:
-        lines = (json.loads(line) for line in open(self.path / "metrics.jsonl"))
-        return [line for line in lines if axis in line]
+        return [line for line in read_jsonl(self.path / "metrics.jsonl") if axis in line]
 
     def trained(self) -> list[dict]:
         path = self.path / "trained.jsonl"
-        return [json.loads(line) for line in open(path)] if path.exists() else []
+        return read_jsonl(path) if path.exists() else []
 
     def samples(self, name: str) -> list[dict]:
-        return [json.loads(line) for line in open(self.path / "samples" / f"{name}.jsonl")]
+        return read_jsonl(self.path / "samples" / f"{name}.jsonl")
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -125,10 +125,10 @@ def test_a_dying_process_ends_the_run_with_its_name(tmp_path, tiny_model_dir, vi
     assert name in run.stderr and f"{name}.log" in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("number", "whole_group", "code"),
-    [(signal.SIGTERM, True, 143), (signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)],
-)
+SIGNALS = [(signal.SIGTERM, True, 143), (signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)]
+
+
+@pytest.mark.parametrize(("number", "whole_group", "code"), SIGNALS)
 def test_signals_end_everything(tmp_path, tiny_model_dir, number, whole_group, code):
     run = TrainRun(tmp_path, tiny_model_dir, "--rollout-num-gpus", 1, "--num-rollout", 1000)
     run.wait_for(lambda: len(run.trained()) >= 1)
