@@ -85,7 +85,7 @@ class Engine:
     def _build(self, model: torch.nn.Module, text_config) -> None:
         """KV memory, row table, scheduler and runner of the sizes the machine allows."""
         config, page = self.config, self.config.page_size
-        runner = ModelRunner(model, None, self.device)
+        runner = ModelRunner(model, self.device)
         shapes = runner.probe_layers()
         context = config.context_length or text_config.max_position_embeddings
         total = config.max_total_tokens or self._affordable_tokens(KVMemory.bytes_per_token(shapes, self.dtype))
@@ -99,7 +99,7 @@ class Engine:
         chunk_size = config.chunked_prefill_size or (8192 if self.device.type == "cuda" else 2048)
         self.scheduler = Scheduler(self.blocks, self.rows, chunk_size)
         self.blocks.set_version(self.weight_version)
-        runner.rows, runner.memory = self.rows, self.memory
+        runner.attach(self.rows, self.memory, not config.disable_cuda_graph)
         self.runner = runner
 
     def _affordable_tokens(self, bytes_per_token: int) -> int:
@@ -215,6 +215,7 @@ class Engine:
             self.memory.free()
         if "weights" in tags:
             self.weights.release()
+        self.runner.memory_moved()
         self._empty_device_cache()
 
     def resume_memory(self, tags: list[str]) -> None:
@@ -223,6 +224,7 @@ class Engine:
             self.weights.resume()
         if "kv_cache" in tags and not self.memory.allocated:
             self.memory.allocate()
+        self.runner.memory_moved()
 
     def check_idle_integrity(self) -> None:
         """Raise IntegrityError when an idle engine holds blocks or rows, or its tables disagree."""

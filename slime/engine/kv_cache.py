@@ -128,7 +128,7 @@ class BlockManager:
 
 
 class KVMemory:
-    """The tensors behind the blocks: per layer keys [blocks, page, G, Dk] and values [blocks, page, G, Dv].
+    """The tensors behind the blocks: per layer keys [blocks + 1, page, G, Dk] and values.
 
     Args:
         layer_shapes: (G, Dk, Dv) of each layer.
@@ -164,7 +164,8 @@ class KVMemory:
 
     def allocate(self) -> None:
         def zeros(heads: int, dim: int) -> torch.Tensor:
-            shape = (self.num_blocks, self.page_size, heads, dim)
+            # One spare block takes what the padding of a captured step writes.
+            shape = (self.num_blocks + 1, self.page_size, heads, dim)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
         self.layers = [(zeros(heads, key), zeros(heads, value)) for heads, key, value in self.layer_shapes]

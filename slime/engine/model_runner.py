@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from slime.engine.attention_state import ChunkPlan, PagedAttention, ShapeProbe, StepPlan
+from slime.engine.forward import model_logits
 from slime.engine.kv_cache import KVMemory
 from slime.engine.rows import RowTable
 from slime.engine.sampler import SamplingBatch, sample
@@ -34,22 +35,39 @@ class ModelRunner:
 
     Args:
         model: a Hugging Face causal LM loaded with slime's attention.
-        rows: the running sequences' numbers.
+        device: where it lives.
     """
 
-    def __init__(self, model: torch.nn.Module, rows: RowTable, device: torch.device):
+    def __init__(self, model: torch.nn.Module, device: torch.device):
         self.model = model
-        self.rows = rows
         self.device = device
+        self.rows: RowTable | None = None
         self.memory: KVMemory | None = None
+        self.attention = PagedAttention
         self.graphs = None
+
+    def attach(self, rows: RowTable, memory: KVMemory, cuda_graph: bool) -> None:
+        """Set the running sequences' numbers and the KV memory, and choose how to attend to it."""
+        self.rows = rows
+        self.memory = memory
+        if self.device.type == "cuda" and memory.dtype in (torch.bfloat16, torch.float16):
+            from slime.engine.attention_cuda import CudaPagedAttention
+            from slime.engine.cuda_graphs import DecodeGraphs
+
+            self.attention = CudaPagedAttention
+            self.graphs = DecodeGraphs(self.model, memory) if cuda_graph else None
+
+    def memory_moved(self) -> None:
+        """Weights or KV are about to go, or are elsewhere now."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     @torch.inference_mode()
     def probe_layers(self) -> list[tuple[int, int, int]]:
         """(kv heads, key dim, value dim) of each attention layer."""
         probe = ShapeProbe()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.model(input_ids=token, position_ids=token, attention_context=probe, use_cache=False)
+        model_logits(self.model, token, token, probe, 0)
         missing = set(range(len(probe.shapes))) ^ set(probe.shapes)
         if not probe.shapes or missing:
             raise ValueError(f"{type(self.model).__name__} does not use the shared attention in every layer")
@@ -108,22 +126,17 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits [len(plan.logit_rows), V]."""
         if self.graphs is not None and self.graphs.fits(plan):
-            return self.graphs.run(plan)
-        context = self.context(plan)
-        keep = torch.from_numpy(plan.logit_rows).to(self.device)
+            logits = self.graphs.run(plan)
+            if logits is not None:
+                return logits
+        context = self.attention(plan, self.memory)
+        ids, positions, keep = (self._to_device(x) for x in (plan.input_ids, plan.positions, plan.logit_rows))
         if not len(keep):
             keep = keep.new_zeros(1)  # nothing is wanted, but the model must run
-        return self.model(
-            input_ids=torch.from_numpy(plan.input_ids).to(self.device)[None],
-            position_ids=torch.from_numpy(plan.positions).to(self.device)[None],
-            attention_context=context,
-            logits_to_keep=keep,
-            use_cache=False,
-        ).logits[0]
+        return model_logits(self.model, ids[None], positions[None], context, keep)
 
-    def context(self, plan: StepPlan):
-        """The attention context for a step on this device."""
-        return PagedAttention(plan, self.memory)
+    def _to_device(self, x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x).to(self.device, non_blocking=True)
 
     def _sampling(self, rows: np.ndarray) -> SamplingBatch:
         table = self.rows

@@ -39,8 +39,6 @@ class WeightStore:
         self._missing: dict[int, tuple[str, int]] = {}
         """Parameters without valid content: name and elements still to come, by identity."""
         self._snapshot: dict[str, torch.Tensor] = {}
-        self.generation = 0
-        """Counts how often the memory behind the parameters has changed."""
 
     @property
     def unusable(self) -> str | None:
@@ -58,8 +56,6 @@ class WeightStore:
         Raises:
             RequestError: an unknown name, a wrong shape, or weights are released.
         """
-        if self.released:
-            raise RequestError("the weights are released: POST /resume_memory_occupation with tag weights first")
         targets = [self._target(name, tensor.shape) for name, tensor in named]
         with torch.no_grad():
             for (target, owner), (_, tensor) in zip(targets, named):
@@ -73,6 +69,8 @@ class WeightStore:
 
     def _target(self, name: str, shape: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensor (or slice of a fused one) that `name` stands for, and the tensor that owns its memory."""
+        if self.released:
+            raise RequestError("the weights are released: POST /resume_memory_occupation with tag weights first")
         owner = target = self.tensors.get(name)
         if owner is None:
             owner, target = self._expert_slice(name)
@@ -138,7 +136,6 @@ class WeightStore:
         for p in self.parameters.values():
             p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         self.released = True
-        self.generation += 1
 
     def resume(self) -> None:
         """Allocate the parameters again: with content if it was backed up, else to be pushed before serving."""

@@ -56,7 +56,8 @@ class PackedSequences:
 
     def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
-            return _flash_varlen(query_THD, key_TGD, value_TGD, self.cu_seqlens, self.max_seqlen, scale, window)
+            spans = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+            return flash_varlen(query_THD, key_TGD, value_TGD, *spans, scale, window)
         return self._padded(query_THD, key_TGD, value_TGD, scale, window)
 
     @cached_property
@@ -110,7 +111,21 @@ def _varlen_attn():
     return varlen_attn, "window_size" in parameters, "enable_gqa" in parameters
 
 
-def _flash_varlen(q, k, v, cu_seqlens, max_seqlen, scale, window):
+def flash_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention of packed sequences on CUDA (bf16, fp16); the last query of each sees all of its keys.
+
+    Shapes: q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv], cu_q and cu_k int32 [N + 1].
+    """
     varlen_attn, has_window, has_gqa = _varlen_attn()
     kwargs = {"scale": scale}
     if has_window:
@@ -124,7 +139,7 @@ def _flash_varlen(q, k, v, cu_seqlens, max_seqlen, scale, window):
     value_dim = v.shape[-1]
     if value_dim != q.shape[-1]:  # multi-head latent attention: the kernels want one head size
         v = F.pad(v, (0, q.shape[-1] - value_dim))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **kwargs)
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs)
     return out[..., :value_dim]
 
 

@@ -194,5 +194,3 @@ def test_bad_command_lines(tmp_path):
     ):
         done = subprocess.run(command + flags, capture_output=True, text=True, timeout=60)
         assert done.returncode != 0 and message in done.stderr
-
-

@@ -95,7 +95,10 @@ def test_without_a_seed_samples_differ(server):
 
 def test_n_samples(server):
     ids, other = prompts(2, seed=6, low=40)
-    body = {"input_ids": ids, "sampling_params": {"n": 4, "max_new_tokens": 10, "ignore_eos": True, "sampling_seed": 1}}
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"n": 4, "max_new_tokens": 10, "ignore_eos": True, "sampling_seed": 1},
+    }
     replies = server.ok("/generate", body)
     assert len({tuple(r["output_ids"]) for r in replies}) == 4
     assert sum(r["meta_info"]["cached_tokens"] > 0 for r in replies) == 3
