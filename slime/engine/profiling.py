@@ -29,7 +29,7 @@ class Profiling:
         except OSError as error:
             raise RequestError(f"output_dir cannot be made: {error}") from error
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(
             activities=activities,

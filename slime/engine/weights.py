@@ -31,6 +31,7 @@ class WeightStore:
         model.requires_grad_(False)
         self.model = model
         self.backup = backup
+        self.device = next(model.parameters()).device
         self.tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self.released = False
@@ -61,7 +62,8 @@ class WeightStore:
             for (target, owner), (_, tensor) in zip(targets, named):
                 target.copy_(tensor, non_blocking=True)
                 self._arrived(owner, target.numel())
-        self._synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the sender may free its memory after the reply
 
     def check_fits(self, name: str, shape: Iterable[int]) -> None:
         """Raise RequestError unless a tensor of that name and shape can be loaded."""
@@ -181,10 +183,6 @@ class WeightStore:
 
     def _all_missing(self) -> None:
         self._missing = {id(p): (name, p.numel()) for name, p in self.parameters.items()}
-
-    def _synchronize(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
 
 def _checksum(tensor: torch.Tensor) -> str:
