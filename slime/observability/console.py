@@ -50,7 +50,7 @@ class Console:
     def line(self, text: str) -> None:
         self.record(text)
         if self._rich is not None:
-            self._rich.print(text, highlight=True, markup=False)
+            self._rich.print(text, highlight=True, markup=False, soft_wrap=True)
         else:
             print(text, flush=True)
 

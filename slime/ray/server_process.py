@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 import urllib.error
@@ -57,7 +56,7 @@ class ServerProcess:
     Args:
         name: what messages call it, e.g. `engine-0`.
         command: argv; `--port-file` and `--parent-pid` are appended.
-        log_file: takes stdout and stderr.
+        log_file: takes stdout and stderr; the port file stands beside it for a moment.
         host: where it listens.
     """
 
@@ -66,8 +65,8 @@ class ServerProcess:
         self.host = host
         self.log_file = log_file
         self._closing = threading.Event()
-        self._scratch = tempfile.TemporaryDirectory(prefix="slime-port-")
-        self._port_file = Path(self._scratch.name) / "port"
+        self._port_file = log_file.with_suffix(".port")
+        self._port_file.unlink(missing_ok=True)
         argv = [*command, "--port-file", str(self._port_file), "--parent-pid", str(os.getpid())]
         with open(log_file, "ab") as log:
             self._process = subprocess.Popen(
@@ -96,6 +95,7 @@ class ServerProcess:
             self.raise_if_dead()
             if self.port is None and self._port_file.exists():
                 self.port = int(self._port_file.read_text())
+                self._port_file.unlink()
             if self.port is not None:
                 with contextlib.suppress(ServerError):
                     http_json("GET", self.url + path, timeout=5.0)
@@ -134,4 +134,4 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
-        self._scratch.cleanup()
+        self._port_file.unlink(missing_ok=True)

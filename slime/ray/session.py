@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -29,6 +27,7 @@ import ray
 from slime.observability.metrics import MetricsLogger
 from slime.observability.run_dir import RunDir, tail
 from slime.ray.placement_group import total_slots
+from slime.ray.temp_dir import RayTempDir
 
 OBJECT_STORE_BYTES_CPU = 256 * 1024**2
 DISPOSE_TIMEOUT_SECS = 20.0
@@ -57,7 +56,7 @@ class Session:
         self._cleanups: list[Callable[[], Any]] = []
         self._names: dict[str, str] = {}
         self._tracked = {"driver": psutil.Process()}
-        self._temp_dir: str | None = None
+        self._temp_dir: RayTempDir | None = None
         self._owns_ray = False
         self._terminated = False
         self._handlers: dict[int, Any] = {}
@@ -109,8 +108,7 @@ class Session:
             return
         os.environ.update(env)
         self._owns_ray = True
-        # Not TMPDIR: its sockets' paths must stay below 108 characters.
-        self._temp_dir = tempfile.mkdtemp(prefix="slime-ray-", dir="/tmp")
+        self._temp_dir = RayTempDir()
         options: dict[str, Any] = {}
         if self.args.device == "cpu":
             options = {
@@ -122,7 +120,7 @@ class Session:
             address="local",
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
-            _temp_dir=self._temp_dir,
+            _temp_dir=str(self._temp_dir.path),
             **common,
             **options,
         )
@@ -149,7 +147,7 @@ class Session:
             if self._owns_ray:
                 _end_processes(self._started(), patience=EXIT_TIMEOUT_SECS)
             if self._temp_dir is not None:
-                shutil.rmtree(self._temp_dir, ignore_errors=True)
+                self._temp_dir.remove()
             _adopt_orphans(False)
             self.metrics.close()
             for number, handler in self._handlers.items():
