@@ -29,24 +29,24 @@ from slime.engine.protocol import Request, SamplingParams
 from slime.modeling.hf import load_causal_lm
 
 SHAPES = {
-    "tiny": dict(
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-    ),
-    "qwen3-0.6b": dict(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-    ),
+    "tiny": {
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
 }
 PAD = 0
 
@@ -78,7 +78,9 @@ class Embedded:
 
     def __init__(self, path: str, dtype: torch.dtype, args):
         model = load_causal_lm(path, dtype, args.device)
-        self.engine = Engine(model, None, set(), EngineConfig(max_running_requests=args.batch, mem_fraction_static=0.5))
+        self.engine = Engine(
+            model, None, set(), EngineConfig(max_running_requests=args.batch, mem_fraction_static=0.5)
+        )
         self.engine.start()
         self.count = 0
 
@@ -126,13 +128,23 @@ class ContinuousBatching:
 
         self.model = load_plain(path, dtype, args.device)
         generation = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=args.new, eos_token_id=-1, pad_token_id=PAD
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=args.new,
+            eos_token_id=-1,
+            pad_token_id=PAD,
         )
-        memory = {} if args.device == "cuda" else dict(num_blocks=args.cb_blocks, max_batch_tokens=2048)
+        memory = {} if args.device == "cuda" else {"num_blocks": args.cb_blocks, "max_batch_tokens": 2048}
         batching = ContinuousBatchingConfig(
-            page_size=args.cb_page, max_requests_per_batch=args.batch, return_logprobs=True, max_memory_percent=0.5, **memory
+            page_size=args.cb_page,
+            max_requests_per_batch=args.batch,
+            return_logprobs=True,
+            max_memory_percent=0.5,
+            **memory,
         )
-        self.configs = dict(generation_config=generation, continuous_batching_config=batching)
+        self.configs = {"generation_config": generation, "continuous_batching_config": batching}
         self.cuda = args.device == "cuda"
 
     def prepare(self) -> None:
@@ -203,14 +215,14 @@ class PaddedGenerate:
 SYSTEMS = {"embedded": Embedded, "continuous_batching": ContinuousBatching, "padded_generate": PaddedGenerate}
 
 
-def measure(system, requests) -> float:
-    """Output tokens per second of one round; starting and stopping the system is not counted."""
+def measure(system, requests) -> tuple[float, float]:
+    """Output tokens per second of one round, of wall time and of CPU time; starting and stopping is not counted."""
     system.prepare()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     tokens = system.run(requests)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     system.finish()
-    return tokens / seconds
+    return tokens / seconds, tokens / cpu
 
 
 def main() -> None:
@@ -230,8 +242,8 @@ def main() -> None:
     args = parser.parse_args()
     cuda = args.device == "cuda"
     args.shape = args.shape or ("qwen3-0.6b" if cuda else "tiny")
-    args.requests = args.requests or (512 if cuda else 128)
-    args.batch = args.batch or (256 if cuda else 32)
+    args.requests = args.requests or (512 if cuda else 192)
+    args.batch = args.batch or (256 if cuda else 64)
     args.new = args.new or (512 if cuda else 192)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -239,22 +251,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         save_model(path, args.shape, dtype)
         systems = {name: SYSTEMS[name](path, dtype, args) for name in args.systems}
-    rates = {name: [] for name in systems}
+    rates: dict[str, list[float]] = {name: [] for name in systems}
+    cpu_rates: dict[str, list[float]] = {name: [] for name in systems}
     for system in systems.values():
         measure(system, requests[: args.batch])  # warm up
     for index in range(args.rounds):
         for name, system in systems.items():
-            rates[name].append(measure(system, requests))
-            print(f"round {index} {name}: {rates[name][-1]:.0f} tok/s", flush=True)
+            wall, cpu = measure(system, requests)
+            rates[name].append(wall)
+            cpu_rates[name].append(cpu)
+            print(f"round {index} {name}: {wall:.0f} tok/s, {cpu:.0f} per CPU second", flush=True)
     for system in systems.values():
         system.close()
     medians = {name: statistics.median(values) for name, values in rates.items()}
     result = {
         "what": "tokens per second, same model and requests, interleaved rounds",
         "tokens_per_second": {name: round(value, 1) for name, value in medians.items()},
+        "tokens_per_cpu_second": {name: round(statistics.median(values), 1) for name, values in cpu_rates.items()},
         "rounds": {name: [round(value, 1) for value in values] for name, values in rates.items()},
+        # Median over rounds of the ratio within a round, so that other load on the machine counts on both sides.
         "embedded_over": {
-            name: round(medians["embedded"] / value, 2) for name, value in medians.items() if "embedded" in medians
+            name: round(statistics.median(a / b for a, b in zip(rates["embedded"], values, strict=True)), 2)
+            for name, values in rates.items()
+            if "embedded" in rates
         },
         "workload": {
             "shape": args.shape,
@@ -268,7 +287,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         **describe("torch", "transformers"),
     }
-    print(result["tokens_per_second"], result["embedded_over"])
+    print(result["tokens_per_second"], result["tokens_per_cpu_second"], result["embedded_over"])
     if not args.no_result:
         print(write_result(f"engine-{args.device}", result))
 

@@ -74,7 +74,8 @@ class CudaPagedAttention:
         if (queries != lengths).any():
             where = [np.arange(chunk.kv_len) for chunk in plan.chunks]
             slots = [
-                chunk.blocks[at // page].astype(np.int64) * page + at % page for chunk, at in zip(plan.chunks, where)
+                chunk.blocks[at // page].astype(np.int64) * page + at % page
+                for chunk, at in zip(plan.chunks, where, strict=True)
             ]
             self.key_slots = self._int32(np.concatenate(slots))
 

@@ -87,7 +87,10 @@ class PagedAttention:
         self.slots = self._tensor(plan.slots)
         self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         self.groups = self._decode_groups(plan) + self._prefill_groups(plan)
-        self.gather = self._gather(len(plan.input_ids)) if plan.chunks else None
+        in_order = all(isinstance(group.rows, slice) for group in self.groups)
+        if in_order:
+            self.groups.sort(key=lambda group: group.rows.start)
+        self.gather = None if in_order else self._gather(len(plan.input_ids))
 
     def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
         keys, values = self.memory.layers[layer_idx]
@@ -101,7 +104,7 @@ class PagedAttention:
         return out if self.gather is None else out.index_select(0, self.gather)
 
     def _gather(self, tokens: int) -> torch.Tensor:
-        """Where each row token stands in the concatenated, padded outputs (padding repeats a token: take the first)."""
+        """Where each row token stands in the concatenated, padded outputs (of repeats, the first)."""
         every = torch.arange(tokens, device=self.device)
         rows = torch.cat([every[g.rows] if isinstance(g.rows, slice) else g.rows for g in self.groups])
         padded = torch.arange(len(rows), device=self.device)
@@ -175,13 +178,16 @@ class PagedAttention:
         return groups
 
     def _prefill_group(self, members: list[ChunkPlan]) -> _Group:
-        queries = members[0].query_len
+        head, queries = members[0], members[0].query_len
         offsets = np.stack([np.minimum(np.arange(queries), c.query_len - 1) for c in members])
-        rows = self._tensor((offsets + np.array([[c.row_start] for c in members])).reshape(-1))
+        if len(members) == 1:
+            rows = slice(head.row_start, head.row_start + queries)
+        else:
+            rows = self._tensor((offsets + np.array([[c.row_start] for c in members])).reshape(-1))
         positions = self._tensor(offsets + np.array([[c.kv_len - c.query_len] for c in members]))
-        if members[0].kv_len == queries:
+        if head.kv_len == queries:
             return _Group(rows, len(members), queries, None, positions, queries)
-        count = -(-members[0].kv_len // self.memory.page_size)
+        count = -(-head.kv_len // self.memory.page_size)
         blocks = np.zeros((len(members), count), dtype=np.int64)
         for i, chunk in enumerate(members):
             used = -(-chunk.kv_len // self.memory.page_size)

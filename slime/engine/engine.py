@@ -326,7 +326,9 @@ class Engine:
             return
         full = table.length[rows] >= table.max_length[rows]  # max_new_tokens 0: the prompt was all
         version = self.weight_version
-        for seq, token, logprob, skip in zip(seqs, result.tokens.tolist(), result.logprobs, full.tolist()):
+        for seq, token, logprob, skip in zip(
+            seqs, result.tokens.tolist(), result.logprobs, full.tolist(), strict=True
+        ):
             if skip:
                 continue
             if not seq.versions or seq.versions[-1][0] != version:

@@ -161,7 +161,9 @@ class ModelRunner:
             return {}
         values, ids = logprobs_NV.topk(most, dim=-1)
         values, ids = values.tolist(), ids.tolist()
-        return {seqs[i]: list(zip(values[i], ids[i]))[: wanted[i]] for i in np.flatnonzero(wanted).tolist()}
+        return {
+            seqs[i]: list(zip(values[i], ids[i], strict=True))[: wanted[i]] for i in np.flatnonzero(wanted).tolist()
+        }
 
     def _input_logprobs(self, chunks: list[Chunk], logits_NV: torch.Tensor) -> None:
         """Append the log-probs of prompt tokens (temperature 1) to the sequences that asked for them."""

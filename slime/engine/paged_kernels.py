@@ -177,7 +177,7 @@ def paged_decode(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attention [B, H, Dv] of one query per sequence over `lengths_B` cached keys, at most `splits * SPLIT` of them."""
+    """Attention [B, H, Dv] of one query per sequence over its `lengths_B` <= splits * SPLIT cached keys."""
     batch, heads, dk = query_BHD.shape
     page, groups = keys.shape[1], keys.shape[2]
     dv = values.shape[3]

@@ -9,7 +9,7 @@ from slime.engine.sequence import Sequence
 
 
 def _token_logprobs(logprobs: list[float], ids: list[int]) -> list[list[Any]]:
-    return [[logprob, token, None] for logprob, token in zip(logprobs, ids)]
+    return [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=False)]
 
 
 def meta_info(seq: Sequence, num_output: int, version: str) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 CHUNK = 128
+# Rows up to this width are summed in one level.
+SHORT = 4096
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
@@ -51,7 +53,7 @@ def pick(weights_NV: torch.Tensor, uniform_N: torch.Tensor) -> torch.Tensor:
     Two levels, so that long rows cost one pass and sums stay exact enough in float64.
     """
     n, width = weights_NV.shape
-    if width <= 4 * CHUNK:
+    if width <= SHORT:
         return _pick_short(weights_NV, uniform_N[:, None])
     if width % CHUNK:
         weights_NV = torch.nn.functional.pad(weights_NV, (0, CHUNK - width % CHUNK))

@@ -90,7 +90,7 @@ class WeightGroups:
         # gloo moves host memory.
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
         tensors: Named = []
-        for name, dtype, shape in zip(names, dtypes, shapes):
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             store.check_fits(name, shape)
             tensors.append((name, torch.empty(shape, dtype=parse_dtype(dtype), device=device)))
         try:

@@ -59,7 +59,7 @@ class WeightStore:
         """
         targets = [self._target(name, tensor.shape) for name, tensor in named]
         with torch.no_grad():
-            for (target, owner), (_, tensor) in zip(targets, named):
+            for (target, owner), (_, tensor) in zip(targets, named, strict=True):
                 target.copy_(tensor, non_blocking=True)
                 self._arrived(owner, target.numel())
         if self.device.type == "cuda":

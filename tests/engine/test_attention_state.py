@@ -48,10 +48,10 @@ def test_random_steps(seed, window):
     count = len(lengths)
     widest = max((len(t) for t in tables[:count]), default=0)
     decode_blocks = np.zeros((count, widest), dtype=np.int32)
-    for row, table in zip(decode_blocks, tables):
+    for row, table in zip(decode_blocks, tables, strict=False):
         row[: len(table)] = table
     chunks, offset = [], count
-    for (start, end), table in list(zip(spans, tables))[count:]:
+    for (start, end), table in list(zip(spans, tables, strict=True))[count:]:
         chunks.append(ChunkPlan(offset, end - start, end, np.pad(table, (0, 16))))
         offset += end - start
     plan = StepPlan(
@@ -63,9 +63,9 @@ def test_random_steps(seed, window):
         chunks=chunks,
         logit_rows=np.zeros(0, np.int64),
     )
-    new = [torch.cat([x[start:] for x, (start, _) in zip(xs, spans)]) for xs in (keys, values)]
+    new = [torch.cat([x[start:] for x, (start, _) in zip(xs, spans, strict=True)]) for xs in (keys, values)]
     out = PagedAttention(plan, memory).attend(0, torch.cat(queries), *new, 0.3, window)
-    expected = torch.cat([reference(q, k, v, 0.3, window) for q, k, v in zip(queries, keys, values)])
+    expected = torch.cat([reference(q, k, v, 0.3, window) for q, k, v in zip(queries, keys, values, strict=True)])
     assert (out - expected).abs().max() < 1e-12
 
 

@@ -10,7 +10,7 @@ from tests.engine.server_process import Background, EngineServer
 
 pytestmark = pytest.mark.integration
 
-LONG = dict(max_new_tokens=480, ignore_eos=True, sampling_seed=1)
+LONG = {"max_new_tokens": 480, "ignore_eos": True, "sampling_seed": 1}
 
 
 def wait_tokens(server, count: int) -> None:
@@ -135,13 +135,13 @@ def test_preemption_gives_the_same_tokens(server, small_server):
     """Requests that do not fit together are retracted and computed again; the result does not show it."""
     assert small_server.ok("/server_info")["max_context"] == 128
     batch = [[10 + i, 20 + i, 30 + i] * 4 for i in range(6)]
-    params = [dict(sampling_seed=i, max_new_tokens=60, ignore_eos=True) for i in range(6)]
+    params = [{"sampling_seed": i, "max_new_tokens": 60, "ignore_eos": True} for i in range(6)]
     body = {"input_ids": batch, "sampling_params": params, "return_logprob": True}
     replies, expected = small_server.ok("/generate", body), server.ok("/generate", body)
     assert [r["output_ids"] for r in replies] == [r["output_ids"] for r in expected]
     assert sum(r["meta_info"]["num_retractions"] for r in replies) > 0
-    for got, want in zip(replies, expected):
-        pairs = zip(got["meta_info"]["output_token_logprobs"], want["meta_info"]["output_token_logprobs"])
+    for got, want in zip(replies, expected, strict=True):
+        pairs = zip(got["meta_info"]["output_token_logprobs"], want["meta_info"]["output_token_logprobs"], strict=True)
         assert max(abs(a[0] - b[0]) for a, b in pairs) <= 1e-5
     assert small_server.ok("/server_info")["integrity"] == "ok"
     assert small_server.load()["num_used_tokens"] == 0
@@ -156,7 +156,7 @@ def test_chunked_prefill_and_the_context_limit(server, small_server):
     assert "the prompt has 128 tokens" in small_server.error("/generate", {"input_ids": [5] * 128})
     body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
     got, want = (s.ok("/generate", body)["meta_info"]["input_token_logprobs"] for s in (small_server, server))
-    assert max(abs(a[0] - b[0]) for a, b in zip(got[1:], want[1:])) <= 1e-5
+    assert max(abs(a[0] - b[0]) for a, b in zip(got[1:], want[1:], strict=True)) <= 1e-5
 
 
 def test_backed_up_weights_come_back_by_themselves(small_server):

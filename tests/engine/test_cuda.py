@@ -78,7 +78,7 @@ def test_graphs_do_not_change_results(engine, model_dir):
     plain = make_engine(model_dir, disable_cuda_graph=True)
     captured, uncaptured = (generate(e, batch, max_new_tokens=40) for e in (engine, plain))
     plain.stop()
-    for a, b in zip(captured, uncaptured):
+    for a, b in zip(captured, uncaptured, strict=True):
         same = next((i for i in range(40) if a.output_ids[i] != b.output_ids[i]), 40)
         assert same > 0
         difference = torch.tensor(a.output_logprobs[:same]) - torch.tensor(b.output_logprobs[:same])
@@ -87,6 +87,7 @@ def test_graphs_do_not_change_results(engine, model_dir):
 
 def test_prefix_cache_and_memory_release(engine):
     batch = prompts(3, 600)
+    engine.call(engine.flush_cache).result(60)
     before = generate(engine, batch, max_new_tokens=20)
     again = generate(engine, batch, max_new_tokens=20)
     assert sum(seq.cached_tokens for seq in again) > sum(seq.cached_tokens for seq in before)
@@ -95,5 +96,5 @@ def test_prefix_cache_and_memory_release(engine):
     assert torch.cuda.memory_allocated() < 0.5 * held
     engine.call(engine.resume_memory, ["weights", "kv_cache", "cuda_graph"]).result(60)
     after = generate(engine, batch, max_new_tokens=20)
-    for a, b in zip(before, after):
+    for a, b in zip(before, after, strict=True):
         assert abs(a.output_logprobs[0] - b.output_logprobs[0]) < 0.03

@@ -1,5 +1,6 @@
 """What /generate answers, against plain transformers, over HTTP."""
 
+import itertools
 import json
 import random
 import socket
@@ -33,7 +34,7 @@ def output_logprobs(reply) -> torch.Tensor:
 def test_greedy_is_what_transformers_generates(server, hf_model):
     batch = prompts(6)
     replies = server.generate(batch, max_new_tokens=20, temperature=0, ignore_eos=True)
-    for ids, reply in zip(batch, replies):
+    for ids, reply in zip(batch, replies, strict=True):
         with torch.inference_mode():
             expected = hf_model.generate(
                 torch.tensor([ids]), do_sample=False, max_new_tokens=20, min_new_tokens=20, pad_token_id=0
@@ -47,8 +48,8 @@ def test_greedy_is_what_transformers_generates(server, hf_model):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_teacher_forced_forward(server, hf_model, temperature):
     batch = prompts(8, seed=1)
-    params = dict(temperature=temperature, top_p=0.9, top_k=50, max_new_tokens=30, ignore_eos=True)
-    for ids, reply in zip(batch, server.generate(batch, **params)):
+    params = {"temperature": temperature, "top_p": 0.9, "top_k": 50, "max_new_tokens": 30, "ignore_eos": True}
+    for ids, reply in zip(batch, server.generate(batch, **params), strict=True):
         expected = reference_logprobs(hf_model, ids + reply["output_ids"], temperature)[len(ids) - 1 :]
         assert (output_logprobs(reply) - expected).abs().max() <= 1e-5
 
@@ -70,7 +71,7 @@ def test_input_logprobs(server, hf_model):
 
 def test_same_seed_same_tokens_in_any_batch(server):
     batch = prompts(12, seed=3)
-    params = [dict(sampling_seed=100 + i, max_new_tokens=24, ignore_eos=True, top_p=0.95) for i in range(12)]
+    params = [{"sampling_seed": 100 + i, "max_new_tokens": 24, "ignore_eos": True, "top_p": 0.95} for i in range(12)]
     params[5]["top_p"] = 1.0
     together = server.ok("/generate", {"input_ids": batch, "sampling_params": params, "return_logprob": True})
     for i in (0, 5, 11):
@@ -135,7 +136,7 @@ def find_greedy(server, ids, length=24):
 
 def sampled(server, ids):
     """A sampled output with distinct neighbours, and the parameters that reproduce it."""
-    params = dict(sampling_seed=9, max_new_tokens=16, ignore_eos=True)
+    params = {"sampling_seed": 9, "max_new_tokens": 16, "ignore_eos": True}
     return server.generate(ids, **params), params
 
 
@@ -174,7 +175,7 @@ def test_end_token_min_new_tokens_and_special_tokens(server):
 
 
 def test_eos_stops_unless_ignored(server):
-    params = dict(sampling_seed=1, max_new_tokens=400)
+    params = {"sampling_seed": 1, "max_new_tokens": 400}
     free = server.generate([5, 6], **params, ignore_eos=True)["output_ids"]
     assert EOS in free
     stopped = server.generate([5, 6], **params)
@@ -191,7 +192,7 @@ def test_streams_are_cumulative(server):
     whole = server.ok("/generate", body)
     assert chunks[-1]["output_ids"] == whole["output_ids"] and chunks[-1]["text"] == whole["text"]
     assert chunks[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
-    for before, after in zip(chunks, chunks[1:]):
+    for before, after in itertools.pairwise(chunks):
         count = before["meta_info"]["completion_tokens"]
         assert before["meta_info"]["finish_reason"] is None
         assert before["output_ids"] == after["output_ids"][:count]
@@ -204,7 +205,7 @@ def test_top_logprobs(server):
     body = {"input_ids": [7, 8, 9], "return_logprob": True, "top_logprobs_num": 3}
     reply = server.ok("/generate", {**body, "sampling_params": {"max_new_tokens": 4, "temperature": 0}})
     for (logprob, token, _), top in zip(
-        reply["meta_info"]["output_token_logprobs"], reply["meta_info"]["output_top_logprobs"]
+        reply["meta_info"]["output_token_logprobs"], reply["meta_info"]["output_top_logprobs"], strict=False
     ):
         assert len(top) == 3 and top[0][1] == token and top[0][0] == pytest.approx(logprob)
 

@@ -30,14 +30,13 @@ def make_step(lengths, chunks, heads, groups, dim, value_dim, dtype, page=16, bl
     free = list(rng.permutation(blocks))
     spans = [(n - 1, n) for n in lengths] + chunks
     tables = [np.array([free.pop() for _ in range(-(-end // page))], dtype=np.int32) for _, end in spans]
-    slots = [
-        t[np.arange(s, e) // page].astype(np.int64) * page + np.arange(s, e) % page for t, (s, e) in zip(tables, spans)
-    ]
+    where = [np.arange(start, end) for start, end in spans]
+    slots = [t[at // page].astype(np.int64) * page + at % page for t, at in zip(tables, where, strict=True)]
     decode_blocks = np.zeros((len(lengths), max((len(t) for t in tables[: len(lengths)]), default=0)), np.int32)
-    for row, table in zip(decode_blocks, tables):
+    for row, table in zip(decode_blocks, tables, strict=False):
         row[: len(table)] = table
     plans, offset = [], len(lengths)
-    for (start, end), table in zip(chunks, tables[len(lengths) :]):
+    for (start, end), table in zip(chunks, tables[len(lengths) :], strict=True):
         plans.append(ChunkPlan(offset, end - start, end, np.pad(table, (0, 4))))
         offset += end - start
     empty = np.zeros(0, np.int64)
@@ -71,7 +70,7 @@ def test_decode_and_store(monkeypatch, window, heads, groups, dim, value_dim, sp
     for x in memory.layers[0]:
         x.view(-1, *x.shape[2:])[slots.long()] = 0
     paged_kernels.store_kv(k, v, slots, *memory.layers[0])
-    assert all(torch.equal(a, b) for a, b in zip(memory.layers[0], content))
+    assert all(torch.equal(a, b) for a, b in zip(memory.layers[0], content, strict=True))
     splits = -(-200 // split)
     out = paged_kernels.paged_decode(q, *memory.layers[0], table, lens, splits, 0.2, window)
     assert (out - expected).abs().max() < (5e-3 if DEVICE.type == "cuda" else 1e-5)  # tf32 products on a GPU

@@ -19,7 +19,7 @@ from tests.tiny_model import save_tiny_model
 pytestmark = pytest.mark.integration
 
 PROMPT = list(range(10, 50))
-SAMPLED = dict(max_new_tokens=12, sampling_seed=1, ignore_eos=True)
+SAMPLED = {"max_new_tokens": 12, "sampling_seed": 1, "ignore_eos": True}
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ def bucket(named: dict[str, torch.Tensor]) -> dict:
     metadata, offset = [], 0
     for name, tensor in named.items():
         end = offset + tensor.numel()
-        meta = dict(name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=offset, end_idx=end)
+        meta = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "start_idx": offset, "end_idx": end}
         metadata.append(SimpleNamespace(**meta, numel=tensor.numel()))
         offset = end
     return {"flattened_tensor": torch.cat([t.reshape(-1) for t in named.values()]), "metadata": metadata}
