@@ -9,13 +9,26 @@ async def even_tokens(args, sample, **kwargs):
     return sum(token % 2 == 0 for token in response) / max(1, len(response))
 
 
-async def raises(args, sample, **kwargs):
-    if sample.index == 5:
-        raise KeyError("no such answer")
-    return 0.0
-
-
 async def hangs(args, sample, **kwargs):
     if sample.index == 5:
         time.sleep(600)
     return 0.0
+
+
+async def split_in_two(args, sample, sampling_params):
+    """A trajectory as two samples: the first half of the response, then the second with the first as its prompt."""
+    from slime.rollout.sglang_rollout import generate
+
+    whole = await generate(args, sample, sampling_params)
+    reward = await even_tokens(args, whole)
+    half = whole.response_length // 2
+    pieces = [whole.clone(), whole.clone()]
+    pieces[0].tokens = whole.tokens[: len(whole.tokens) - whole.response_length + half]
+    pieces[0].rollout_log_probs, pieces[1].rollout_log_probs = (
+        whole.rollout_log_probs[:half],
+        whole.rollout_log_probs[half:],
+    )
+    pieces[0].response_length, pieces[1].response_length = half, whole.response_length - half
+    for piece in pieces:
+        piece.reward, piece.loss_mask = reward, None
+    return pieces

@@ -3,7 +3,6 @@
 import os
 import signal
 
-import psutil
 import pytest
 
 from tests.system.runs import TrainRun
@@ -77,9 +76,11 @@ def test_disaggregated_with_two_engines_and_two_trainers(tmp_path, tiny_model_di
 
 
 def test_kill_the_driver_and_resume(tmp_path, tiny_model_dir):
-    """No sample is lost and none trained twice, and nothing of the killed run stays alive."""
+    """No sample is lost and none trained twice, the weights end bit-equal to those of a run that was never killed, and
+    nothing of the killed run stays alive."""
     save = tmp_path / "checkpoints"
     flags = ["--colocate", "--num-rollout", 6, "--rollout-shuffle", "--save", save, "--save-interval", 2]
+    flags += ["--save-hf", tmp_path / "killed-{rollout_id}"]
     killed = TrainRun(tmp_path, tiny_model_dir, *flags)
     killed.wait_for(lambda: last_checkpoint(save) > 0 and len(killed.trained()) >= 3)
     killed.process.send_signal(signal.SIGKILL)
@@ -100,21 +101,26 @@ def test_kill_the_driver_and_resume(tmp_path, tiny_model_dir):
     again = {line["rollout_id"]: line["sample_indices"] for line in after}
     assert all(again[line["rollout_id"]] == line["sample_indices"] for line in before if line["rollout_id"] >= first)
 
+    flags[flags.index(save)], flags[-1] = tmp_path / "others", tmp_path / "whole-{rollout_id}"
+    whole = TrainRun(tmp_path, tiny_model_dir, *flags, run="whole")
+    assert whole.finish() == 0, whole.stderr
+    assert whole.metrics("train/step")[-1]["train/loss"] == resumed.metrics("train/step")[-1]["train/loss"]
+    weights = [(tmp_path / f"{name}-5" / "model.safetensors").read_bytes() for name in ("killed", "whole")]
+    assert weights[0] == weights[1]
 
-@pytest.mark.parametrize("reward", ["raises", "hangs"])
-def test_a_reward_that_fails_ends_the_run(tmp_path, tiny_model_dir, reward):
-    flags = ["--colocate", "--custom-rm-path", f"tests.system.hooks.{reward}", "--rm-timeout-secs", 3]
+
+def test_a_reward_that_hangs_ends_the_run(tmp_path, tiny_model_dir):
+    flags = ["--colocate", "--custom-rm-path", "tests.system.hooks.hangs", "--rm-timeout-secs", 3]
     run = TrainRun(tmp_path, tiny_model_dir, *flags)
     assert run.finish() == 1
     assert run.gone_within(0)
-    assert f"tests.system.hooks.{reward}" in run.stderr and "sample 5 of group 1" in run.stderr
+    assert "tests.system.hooks.hangs" in run.stderr and "sample 5 of group 1" in run.stderr
     assert "Traceback" not in run.stderr
     assert "Traceback" in (run.path / "logs" / "driver.log").read_text()
 
 
-@pytest.mark.parametrize("victim", ["slime.engine.server", "slime.router.server", "ray::TrainWorker"])
-def test_a_dying_process_ends_the_run_with_its_name(tmp_path, tiny_model_dir, victim):
-    name = {"slime.engine.server": "engine-0", "slime.router.server": "router", "ray::TrainWorker": "train-0"}[victim]
+@pytest.mark.parametrize(("victim", "name"), [("slime.engine.server", "engine-0"), ("ray::TrainWorker", "train-0")])
+def test_a_dying_process_ends_the_run_with_its_name(tmp_path, tiny_model_dir, victim, name):
     run = TrainRun(tmp_path, tiny_model_dir, "--colocate", "--num-rollout", 1000)
     run.wait_for(lambda: len(run.trained()) >= 1)
     for process in run.processes():
@@ -125,28 +131,33 @@ def test_a_dying_process_ends_the_run_with_its_name(tmp_path, tiny_model_dir, vi
     assert name in run.stderr and f"{name}.log" in run.stderr
 
 
-SIGNALS = [(signal.SIGTERM, True, 143), (signal.SIGTERM, False, 143), (signal.SIGINT, True, 130)]
+def test_two_runs_at_once_of_which_one_is_terminated(tmp_path, tiny_model_dir):
+    """Nothing is shared between runs, and SIGTERM ends all that the one has started, even sent to the whole group."""
+    endless = TrainRun(tmp_path, tiny_model_dir, "--colocate", "--num-rollout", 1000, run="endless")
+    fan_out = ["--custom-generate-function-path", "tests.system.hooks.split_in_two"]
+    other = TrainRun(tmp_path, tiny_model_dir, "--colocate", "--num-rollout", 4, *fan_out, run="other")
+    endless.wait_for(lambda: len(endless.trained()) >= 1)
+    os.killpg(endless.process.pid, signal.SIGTERM)
+    assert endless.finish(timeout=60) == 143, endless.stderr
+    assert endless.gone_within(0), [p.cmdline() for p in endless.processes()]
+    assert "terminated: ending all processes" in endless.stderr
+    assert other.finish() == 0, other.stderr
+    # Each trajectory came as two samples, both trained on, and counts once: two steps of eight per rollout.
+    trained = [index for line in other.trained() for index in line["sample_indices"]]
+    assert sorted(trained) == sorted(2 * list(range(4 * 16)))
+    assert [m["train/step"] for m in other.metrics("train/step")] == [2, 4, 6, 8]
 
 
-@pytest.mark.parametrize(("number", "whole_group", "code"), SIGNALS)
-def test_signals_end_everything(tmp_path, tiny_model_dir, number, whole_group, code):
+def test_ctrl_c_ends_everything(tmp_path, tiny_model_dir):
     run = TrainRun(tmp_path, tiny_model_dir, "--rollout-num-gpus", 1, "--num-rollout", 1000)
     run.wait_for(lambda: len(run.trained()) >= 1)
-    if whole_group:
-        os.killpg(run.process.pid, number)
-    else:
-        run.process.send_signal(number)
-    assert run.finish(timeout=60) == code, run.stderr
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.finish(timeout=60) == 130, run.stderr
     assert run.gone_within(0), [p.cmdline() for p in run.processes()]
-    assert "ending all processes" in run.stderr
+    assert "interrupted: ending all processes" in run.stderr
 
 
-def test_two_runs_at_once(tmp_path, tiny_model_dir):
-    runs = [TrainRun(tmp_path, tiny_model_dir, "--colocate", run=f"run-{i}") for i in range(2)]
-    assert [run.finish() for run in runs] == [0, 0], [run.stderr for run in runs]
-
-
-def test_evaluation_only_without_trainers_steps(tmp_path, tiny_model_dir):
+def test_evaluation_only(tmp_path, tiny_model_dir):
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text('{"input": "what is the sum of 1 and 2 ?", "label": "3"}\n' * 4)
     flags = ["--colocate", "--num-rollout", 0, "--eval-interval", 1, "--eval-prompt-data", "held-out", held_out]
@@ -164,7 +175,10 @@ def test_rollout_only_and_train_only_on_its_dump(tmp_path, tiny_model_dir):
     assert not any("train" in path.name for path in (run.path / "logs").iterdir())
 
     run = TrainRun(tmp_path, tiny_model_dir, "--load-debug-rollout-data", dump, run="train")
-    started = {word for process in run.processes() for word in process.cmdline()}
     assert run.finish() == 0, run.stderr
     assert [line["sample_indices"] for line in run.trained()] == [list(range(16)), list(range(16, 32))]
-    assert "slime.engine.server" not in started and psutil.pid_exists(os.getpid())
+    assert {path.name for path in (run.path / "logs").iterdir()} == {
+        "driver.log",
+        "rollout-manager.log",
+        "train-0.log",
+    }
