@@ -129,6 +129,10 @@ class TestModel:
         )
         assert "--sglang-context-length 64" in one_error("--sglang-context-length", "64")
 
+    def test_without_generation_the_response_needs_no_room(self, setup):
+        words = ("--rollout-max-response-len", "512", "--debug-train-only", "--loss-type", "sft_loss")
+        assert setup.load(*words).rollout_max_response_len == 512
+
     def test_context_flags_must_fit_the_model(self, one_error):
         assert "exceeds the model's context" in one_error("--rollout-max-context-len", "1000")
         assert "exceeds the model's context" in one_error("--sglang-context-length", "1000")

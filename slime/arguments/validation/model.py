@@ -97,7 +97,7 @@ def _check_lengths(args: Namespace, model_context: int | None, problems: Problem
             rule = f"exceeds the model's context (max_position_embeddings {model_context})"
             problems.add(flag, value, rule, f"use at most {model_context}")
     limit, name = _tightest(args, model_context, flags)
-    if limit is not None:
+    if limit is not None and not args.debug_train_only:  # without engines nothing is generated
         _check_pair("rollout", args.rollout_max_prompt_len, args.rollout_max_response_len, limit, name, problems)
 
 
