@@ -45,6 +45,8 @@ class RunDir:
 
     def _link_checkpoints(self, target: Path) -> None:
         link = self.path / "checkpoints"
+        if target.absolute() == link.absolute():
+            return  # they are written here
         if link.is_symlink():
             link.unlink()
         if not link.exists():
