@@ -1,7 +1,7 @@
 """GRPO samples per second on CPU: slime's whole loop against TRL's GRPOTrainer.
 
 Same tiny model, prompts, group size, ragged response lengths and reward. Both sides run in turn, several times, in one run
-of this script; the first steps of each block are left out. slime's time is the wall clock between rollouts, with
+of this script; the first steps of each block are left out, and TRL's better thread count is compared with. slime's time is the wall clock between rollouts, with
 everything in it: HTTP, rewards, training, weight sync.
 
     python -m venv .venv-trl && .venv-trl/bin/pip install -c constraints.txt torch trl
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,13 +52,13 @@ def run(command: list[str], threads: int) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-4000:]}\nexited with {done.returncode}")
 
 
-def run_trl(args, model, prompts, directory, block) -> dict:
-    out = directory / f"trl-{block}.json"
+def run_trl(threads: int, args, model, prompts, directory, block) -> dict:
+    out = directory / f"trl-{threads}-{block}.json"
     command = [args.trl_python, "benchmarks/trl_grpo.py", "--model", str(model), "--prompts", str(prompts)]
     command += ["--out", str(out), "--steps", str(args.steps), "--prompts-per-step", str(args.prompts_per_step)]
     command += ["--group-size", str(args.group_size), "--max-new-tokens", str(args.max_new_tokens)]
-    command += ["--threads", str(args.trl_threads), "--seed", str(block)]
-    run(command, args.trl_threads)
+    command += ["--threads", str(threads), "--seed", str(block)]
+    run(command, threads)
     result = json.loads(out.read_text())
     return {"seconds": result["step_seconds"][args.warmup :], "lengths": result["mean_response_length"][args.warmup :]}
 
@@ -66,7 +67,15 @@ def run_slime(args, model, prompts, directory, block) -> dict:
     run_dir = directory / f"slime-{block}"
     samples = args.prompts_per_step * args.group_size
     command = [sys.executable, "train.py", "--train-backend", "fsdp", "--device", "cpu", "--run-dir", str(run_dir)]
-    command += ["--hf-checkpoint", str(model), "--prompt-data", str(prompts), "--rollout-shuffle", "--seed", str(block)]
+    command += [
+        "--hf-checkpoint",
+        str(model),
+        "--prompt-data",
+        str(prompts),
+        "--rollout-shuffle",
+        "--seed",
+        str(block),
+    ]
     command += ["--num-rollout", str(args.steps), "--rollout-batch-size", str(args.prompts_per_step)]
     command += ["--n-samples-per-prompt", str(args.group_size), "--global-batch-size", str(samples)]
     command += ["--rollout-max-response-len", str(args.max_new_tokens), "--lr", "1e-6", "--colocate"]
@@ -84,7 +93,9 @@ def run_slime(args, model, prompts, directory, block) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
-    parser.add_argument("--trl-threads", type=int, default=2, help="torch threads of TRL's one process")
+    parser.add_argument(
+        "--trl-threads", type=int, nargs="+", default=[1, 2], help="torch threads of TRL; the best counts"
+    )
     parser.add_argument("--slime-workers", type=int, default=2, help="trainer processes and engines, one thread each")
     parser.add_argument("--blocks", type=int, default=3, help="times that each side runs")
     parser.add_argument("--steps", type=int, default=12)
@@ -93,7 +104,8 @@ def main():
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     args = parser.parse_args()
-    sides = {"trl": run_trl, "slime": run_slime}
+    sides = {f"trl_{threads}_threads": partial(run_trl, threads) for threads in args.trl_threads}
+    sides["slime"] = run_slime
     blocks = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -111,11 +123,12 @@ def main():
             "mean_response_length": statistics.mean(x for block in runs for x in block["lengths"]),
             "step_seconds": seconds,
         }
-    result["trl"]["version"] = subprocess.run(
+    result["environment"]["versions"]["trl"] = subprocess.run(
         [args.trl_python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True
     ).stdout.strip()
     result["settings"].pop("trl_python")
-    result["ratio"] = result["slime"]["samples_per_second"] / result["trl"]["samples_per_second"]
+    best = max(result[side]["samples_per_second"] for side in sides if side != "slime")
+    result["ratio"] = result["slime"]["samples_per_second"] / best
     print(f"slime / TRL = {result['ratio']:.2f}; written to {write_result('grpo_cpu', result)}")
 
 
