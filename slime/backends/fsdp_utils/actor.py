@@ -230,7 +230,7 @@ class FSDPTrainRayActor(TrainRayActor):
         """One optimizer step over its micro-batches. Gradients are reduced over ranks with the last one only."""
         args = self.args
         keep = "log_probs" not in data and args.loss_type == "policy_loss"
-        kept: list[tuple[list[int], list[torch.Tensor]]] = []
+        kept: dict[int, torch.Tensor] = {}
         totals: dict[str, torch.Tensor] = {}
         count = len(data.steps[step])
         for index in range(count):
@@ -246,7 +246,7 @@ class FSDPTrainRayActor(TrainRayActor):
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value.double()
             if keep:
-                kept.append((data.steps[step][index], batch.split(log_probs_R.detach())))
+                kept.update(zip(data.steps[step][index], batch.split(log_probs_R.detach()), strict=True))
         out = sum_over_ranks(totals, self.mesh.get_group(), self.device)
         out |= self.optimizer.step()
         if out["skipped_steps"]:
@@ -259,8 +259,7 @@ class FSDPTrainRayActor(TrainRayActor):
         self.progress.global_step = self.optimizer.steps_done
         self.progress.micro_step += count
         if keep and len(data.steps) == 1:
-            log_probs = {sample: piece for samples, pieces in kept for sample, piece in zip(samples, pieces, strict=True)}
-            data.set_flat("log_probs", [log_probs[i] for i in range(data.num_samples)])
+            data.set_flat("log_probs", [kept[i] for i in range(data.num_samples)])
         return out
 
     def _call_postprocess(self, rollout_id: int, data: RankData) -> None:

@@ -158,7 +158,8 @@ def build_policy(options: ModelOptions, mesh: DeviceMesh, device: torch.device) 
         mesh=mesh,
         offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.cpu_offload else OffloadPolicy(),
     )
-    precision = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=torch.float32)
+    reduce_dtype = torch.promote_types(options.param_dtype, torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=reduce_dtype)
     done: set[nn.Module] = set()
     for layer in decoder_layers(model):
         _materialize(layer, mesh, device, done)
@@ -166,7 +167,7 @@ def build_policy(options: ModelOptions, mesh: DeviceMesh, device: torch.device) 
     _materialize(policy, mesh, device, done)
     # The root's input is the MicroBatch, whose fp32 masks and advantages must stay as they are.
     root_precision = MixedPrecisionPolicy(
-        param_dtype=options.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=options.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     shard(policy, mp_policy=root_precision)
     return policy

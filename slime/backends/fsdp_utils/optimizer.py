@@ -161,7 +161,7 @@ class Optimizer:
         grads = [local_tensor(p.grad) for p in self.parameters.values() if p.grad is not None]
         if not grads:
             return 0.0
-        squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
+        squares = torch.stack(torch._foreach_norm(grads)).double().square().sum()
         if self.group is not None:
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt().item()

@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from slime.backends.fsdp_utils.model import PolicyModel, local_tensor
 from slime.weight_sync.buckets import TensorSpec
 
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class ShardedWeights:
     """`WeightSource` of a policy whose parameters are sharded by rows over a 1-D mesh, or not sharded.
@@ -49,11 +52,11 @@ class ShardedWeights:
         targets = [view[: piece.numel()] for view, piece in zip(mine.split(parts), local, strict=True)]
         torch._foreach_copy_(targets, local, non_blocking=True)
         self._settle()
-        everyone = torch.empty(world, mine.numel(), dtype=self.dtype, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine, group=self.mesh.get_group())
+        everyone = torch.empty(world * mine.numel(), dtype=self.dtype, device=self.device)
+        _all_gather(everyone, mine, group=self.mesh.get_group())
         if out is None:
             return
-        for target, columns in zip(out, everyone.split(parts, dim=1), strict=True):
+        for target, columns in zip(out, everyone.view(world, -1).split(parts, dim=1), strict=True):
             if columns.numel() == target.numel():
                 target.view(columns.shape).copy_(columns)
             else:
