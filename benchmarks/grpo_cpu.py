@@ -1,8 +1,8 @@
 """GRPO samples per second on CPU: slime's whole loop against TRL's GRPOTrainer.
 
-Same tiny model, prompts, group size, ragged response lengths and reward. Both sides run in turn, several times, in one run
-of this script; the first steps of each block are left out, and TRL's better thread count is compared with. slime's time is the wall clock between rollouts, with
-everything in it: HTTP, rewards, training, weight sync.
+Same tiny model, prompts, group size, ragged response lengths and reward. All sides run in turn, several times, in one run
+of this script; the first steps of each block are left out, and TRL's better thread count is compared with. slime's time
+is the wall clock between rollouts, with everything in it: HTTP, rewards, training, weight sync.
 
     python -m venv .venv-trl && .venv-trl/bin/pip install -c constraints.txt torch trl
     python benchmarks/grpo_cpu.py --trl-python .venv-trl/bin/python
@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import describe, write_result
-from tests.tiny_model import save_tiny_model
+from benchmarks.environment import describe, write_result  # noqa: E402
+from tests.tiny_model import save_tiny_model  # noqa: E402
 
 
 async def distinct_words(args, sample, **kwargs) -> float:
@@ -86,7 +87,7 @@ def run_slime(args, model, prompts, directory, block) -> dict:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     ends = [row["time"] for row in rows if "train/loss" in row]
     lengths = [row["rollout/response_len/mean"] for row in rows if "rollout/response_len/mean" in row]
-    steps = [after - before for before, after in zip(ends, ends[1:])]
+    steps = [after - before for before, after in pairwise(ends)]
     return {"seconds": steps[args.warmup - 1 :], "lengths": lengths[args.warmup :]}
 
 

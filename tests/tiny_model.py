@@ -7,8 +7,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 WORDS = (
-    "<pad> <unk> <|im_start|> <|im_end|> system user assistant what is the sum of and ? . , = + - * / ( ) answer boxed "
-    "a an to in have has apples pens Tom Ann how many does left now gives buys more"
+    "<pad> <unk> <|im_start|> <|im_end|> system user assistant what is the sum of and ? . , = + - * / ( ) answer "
+    "boxed a an to in have has apples pens Tom Ann how many does left now gives buys more"
 ).split()
 
 

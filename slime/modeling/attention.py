@@ -158,7 +158,7 @@ def _attention_forward(
     """transformers' attention interface: query [1, H, T, D], key / value [1, G, T, D] -> ([1, T, H, D], None)."""
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} uses attention feature {name!r}, which is not supported")
+            raise NotImplementedError(f"{type(module).__name__} uses unsupported attention feature {name!r}")
     if attention_context is None:
         raise ValueError(f"attention {ATTENTION_NAME!r} needs the keyword attention_context in the model call")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

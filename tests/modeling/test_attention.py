@@ -22,7 +22,10 @@ def test_packed_row_equals_each_sequence_alone_in_stock_attention(tiny_model_dir
     model = load_causal_lm(tiny_model_dir, torch.float64)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     logits = model(
-        torch.cat(rows)[None], position_ids=positions[None], attention_context=PackedSequences(LENGTHS), use_cache=False
+        torch.cat(rows)[None],
+        position_ids=positions[None],
+        attention_context=PackedSequences(LENGTHS),
+        use_cache=False,
     ).logits[0]
     torch.testing.assert_close(logits, reference_logits(tiny_model_dir, rows), rtol=1e-10, atol=1e-10)
 
