@@ -1,8 +1,8 @@
 """GRPO samples per second on CPU: slime's whole loop against TRL's GRPOTrainer.
 
-Same tiny model, prompts, group size, ragged response lengths and reward. All sides run in turn, several times, in one run
-of this script; the first steps of each block are left out, and TRL's better thread count is compared with. slime's time
-is the wall clock between rollouts, with everything in it: HTTP, rewards, training, weight sync.
+Same tiny model, prompts, group size, ragged response lengths and reward. All sides run in turn, several times, in one
+run of this script; the first steps of each block are left out, and TRL's better thread count is compared with. slime's
+time is the wall clock between rollouts, with everything in it: HTTP, rewards, training, weight sync.
 
     python -m venv .venv-trl && .venv-trl/bin/pip install -c constraints.txt torch trl
     python benchmarks/grpo_cpu.py --trl-python .venv-trl/bin/python
