@@ -33,14 +33,9 @@ CASES = {
 def train_all(rank, world_size, port, model_dir):
     """Two rollouts of every case with fresh trainers; losses and final parameters."""
     out = {}
-    trainer = None
     for name, flags in CASES.items():
         args = trainer_args(model_dir, *flags)
-        if trainer is None:
-            trainer = make_trainer(ExactTrainer, args, rank, world_size, port, with_ref=True)
-        else:
-            trainer.join_world = lambda *_: None  # the process group is there already
-            trainer.init(args, with_ref=True)
+        trainer = make_trainer(ExactTrainer, args, rank, world_size, port, with_ref=True)
         metrics = [train_rollout(trainer, rollout_id) for rollout_id in range(2)]
         out[name] = ([m["train/loss"] for m in metrics], parameters_of(trainer))
     trainer.dispose()

@@ -91,15 +91,17 @@ def parameters_of(trainer: FSDPTrainRayActor) -> dict[str, torch.Tensor]:
 
 
 def make_trainer(kind: type[FSDPTrainRayActor], args: Namespace, rank: int, world_size: int, port: int, **init):
-    """A trainer rank outside Ray, in the world that `run_world` made."""
+    """A trainer rank outside Ray, in the world that `run_world` made. A process may make several in turn."""
     trainer = kind(world_size, rank)
+    if dist.is_initialized():
+        trainer.join_world = lambda *_: None
     trainer._store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, wait_for_workers=False)
     trainer.start_rollout_id = trainer.init(args, **init)
     return trainer
 
 
-def run_world(function, world_size: int, *args) -> list:
-    """`function(rank, world_size, port, *args)` in a process per rank; their results by rank."""
+def start_world(function, world_size: int, *args):
+    """Processes of `function(rank, world_size, port, *args)`, the queue of their results, and the store to keep."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queue = CONTEXT.Queue()
     processes = [
@@ -108,6 +110,12 @@ def run_world(function, world_size: int, *args) -> list:
     ]
     for process in processes:
         process.start()
+    return processes, queue, store
+
+
+def run_world(function, world_size: int, *args) -> list:
+    """`function(rank, world_size, port, *args)` in a process per rank; their results by rank."""
+    processes, queue, _store = start_world(function, world_size, *args)
     results: dict[int, object] = {}
     try:
         for _ in processes:

@@ -88,13 +88,18 @@ def save_checkpoint(root: str, rollout_id: int, policy: PolicyModel, optimizer: 
             }
             (path / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
+    def track() -> None:
+        if dist.get_rank() == 0:
+            temporary = Path(root) / f".{TRACKER}.tmp"
+            temporary.write_text(f"{iteration}\n")
+            _sync(temporary)
+            os.replace(temporary, Path(root) / TRACKER)
+            _sync(Path(root))
+
     write_atomically(Path(root) / f"iter_{iteration:07d}", write)
-    if dist.get_rank() == 0:
-        temporary = Path(root) / f".{TRACKER}.tmp"
-        temporary.write_text(f"{iteration}\n")
-        _sync(temporary)
-        os.replace(temporary, Path(root) / TRACKER)
-    dist.barrier()
+    error = _agree(track)
+    if error is not None:
+        raise CheckpointError(f"could not write {Path(root) / TRACKER}: {error}. Earlier checkpoints are untouched.")
 
 
 def load_checkpoint(path: Path, policy: PolicyModel, optimizer: Optimizer | None, with_rng: bool = True) -> Progress:
@@ -142,8 +147,8 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
             for file in temporary.rglob("*"):
                 _sync(file)
             old = path.parent / f".{path.name}.old"
-            shutil.rmtree(old, ignore_errors=True)
             if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
                 path.rename(old)
             temporary.rename(path)
             _sync(path.parent)
@@ -162,7 +167,8 @@ def _agree(action: Callable[[], None]) -> str | None:
     mine = None
     try:
         action()
-    except Exception as error:  # whatever it is, the other ranks must hear of it before anyone raises
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
+        # Whatever it is, the other ranks must hear of it before anyone raises.
         mine = f"rank {dist.get_rank()}: {_root_cause(error)}"
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, mine)
