@@ -77,9 +77,9 @@ class Embedded:
     """slime's engine, in this process."""
 
     def __init__(self, path: str, dtype: torch.dtype, args):
-        model = load_causal_lm(path, dtype, args.device)
+        self.model = load_causal_lm(path, dtype, args.device)
         self.engine = Engine(
-            model, None, set(), EngineConfig(max_running_requests=args.batch, mem_fraction_static=0.5)
+            self.model, None, set(), EngineConfig(max_running_requests=args.batch, mem_fraction_static=0.5)
         )
         self.engine.start()
         self.count = 0
@@ -283,6 +283,7 @@ def main() -> None:
             "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
             "output_tokens": sum(new for _, new in requests),
         },
+        "attention": {name: system.model.config._attn_implementation for name, system in systems.items()},
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "threads": torch.get_num_threads(),
         **describe("torch", "transformers"),

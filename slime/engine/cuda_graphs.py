@@ -19,8 +19,8 @@ from slime.engine.paged_kernels import SPLIT
 
 logger = logging.getLogger(__name__)
 
-SMALL_BATCHES = (1, 2, 4, 8)
-BATCH_STEP = 16
+SMALL_BATCHES = (1, 2, 4, 8, 16, 32, 48, 64)
+BATCH_STEP = 32
 MAX_BATCH = 512
 
 
@@ -48,10 +48,14 @@ class DecodeGraphs:
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.pool = None
         self.usable = True
+        # One stream for all captures: cuBLAS keeps a workspace for each stream it has met.
+        self.stream = torch.cuda.Stream()
 
     def clear(self) -> None:
         self.graphs = {}
         self.pool = None
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
 
     def fits(self, plan: StepPlan) -> bool:
         """A step of decode tokens alone."""
@@ -95,14 +99,12 @@ class DecodeGraphs:
         staging = torch.zeros(batch, width, dtype=torch.int32, pin_memory=True)
         self._fill_padding(staging.numpy())
         inputs = staging.to(self.memory.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels, sets up libraries
-                self._forward(inputs, splits)
-        torch.cuda.current_stream().wait_stream(stream)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._forward(inputs, splits)  # compiles kernels, sets up libraries
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             logits = self._forward(inputs, splits)
         self.pool = self.pool or graph.pool()
         return _Graph(graph, inputs, staging, logits)

@@ -32,6 +32,8 @@ MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 # Host memory for KV when no size is given.
 CPU_KV_BYTES = 256 << 20
 MAX_FAILED_STEPS = 3
+# Steps that newcomers may wait where decode steps are captured and steps with prompts are not.
+GRAPH_PATIENCE = 16
 
 
 @dataclass
@@ -97,7 +99,8 @@ class Engine:
         self.blocks = BlockManager(num_blocks, page)
         self.rows = RowTable(config.max_running_requests, -(-self.max_context // page))
         chunk_size = config.chunked_prefill_size or (8192 if self.device.type == "cuda" else 2048)
-        self.scheduler = Scheduler(self.blocks, self.rows, chunk_size)
+        graphs = self.device.type == "cuda" and not config.disable_cuda_graph
+        self.scheduler = Scheduler(self.blocks, self.rows, chunk_size, GRAPH_PATIENCE if graphs else 0)
         self.blocks.set_version(self.weight_version)
         runner.attach(self.rows, self.memory, not config.disable_cuda_graph)
         self.runner = runner

@@ -53,7 +53,9 @@ class ModelRunner:
         if self.device.type == "cuda" and memory.dtype in (torch.bfloat16, torch.float16):
             from slime.engine.attention_cuda import CudaPagedAttention
             from slime.engine.cuda_graphs import DecodeGraphs
+            from slime.engine.fused_ops import fuse
 
+            fuse(self.model)
             self.attention = CudaPagedAttention
             self.graphs = DecodeGraphs(self.model, memory) if cuda_graph else None
 

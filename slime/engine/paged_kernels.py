@@ -44,7 +44,7 @@ def _store_kernel(
     tl.store(VALUE_CACHE + slot * (G * DV) + i, x, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     QUERY,
     KEY_CACHE,
@@ -57,13 +57,13 @@ def _decode_kernel(
     query_stride_b,
     query_stride_h,
     table_stride,
+    splits,
     H: tl.constexpr,
     G: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     TILE_LEN: tl.constexpr,
     RP: tl.constexpr,
@@ -113,31 +113,30 @@ def _decode_kernel(
         best = higher
     empty = total == 0.0
     acc = tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
-    place = (seq * H + head) * SPLITS + split
+    place = (seq * H + head) * splits + split
     ok = (r < R)[:, None] & (dv < DV)[None, :]
     tl.store(PARTIAL + place[:, None] * DV + dv[None, :], acc.to(PARTIAL.dtype.element_ty), mask=ok)
-    if SPLITS > 1:
+    if splits > 1:
         lse = tl.where(empty, -float("inf"), best + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(LSE + place, lse, mask=r < R)
 
 
-@triton.jit
-def _reduce_kernel(
-    PARTIAL, LSE, OUT, DV: tl.constexpr, SPLITS: tl.constexpr, SPLITSP: tl.constexpr, DVP: tl.constexpr
-):
-    """Join the pieces of one head of one sequence."""
+@triton.jit(do_not_specialize=["splits"])
+def _reduce_kernel(PARTIAL, LSE, OUT, splits, DV: tl.constexpr, DVP: tl.constexpr):
+    """Join the pieces of one head of one sequence, one after the other: further, empty pieces change no bit."""
     row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, SPLITSP)
     dv = tl.arange(0, DVP)
-    lse = tl.load(LSE + row * SPLITS + s, mask=s < SPLITS, other=-float("inf"))
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    weight = weight / tl.sum(weight, 0)
-    part = tl.load(
-        PARTIAL + (row * SPLITS + s)[:, None] * DV + dv[None, :],
-        mask=(s < SPLITS)[:, None] & (dv < DV)[None, :],
-        other=0.0,
-    )
-    out = tl.sum(part * weight[:, None], 0)
+    best = -float("inf")
+    for split in range(splits):
+        best = tl.maximum(best, tl.load(LSE + row * splits + split))
+    total = 0.0
+    acc = tl.zeros([DVP], tl.float32)
+    for split in range(splits):
+        weight = tl.exp2(tl.load(LSE + row * splits + split) - best)
+        total += weight
+        acc += weight * tl.load(PARTIAL + (row * splits + split) * DV + dv, mask=dv < DV, other=0.0)
+    # Correctly rounded, so that a single piece (weight 1) stays as it is.
+    out = tl.div_rn(acc, tl.zeros([DVP], tl.float32) + total)
     tl.store(OUT + row * DV + dv, out.to(OUT.dtype.element_ty), mask=dv < DV)
 
 
@@ -199,13 +198,13 @@ def paged_decode(
         query_BHD.stride(0),
         query_BHD.stride(1),
         table_BN.stride(0),
+        splits,
         H=heads,
         G=groups,
         DK=dk,
         DV=dv,
         PAGE=page,
         WINDOW=window or 0,
-        SPLITS=splits,
         SPLIT_LEN=SPLIT,
         TILE_LEN=TILE,
         RP=max(16, triton.next_power_of_2(heads // groups)),
@@ -219,9 +218,8 @@ def paged_decode(
             partial,
             lse,
             out,
+            splits,
             DV=dv,
-            SPLITS=splits,
-            SPLITSP=triton.next_power_of_2(splits),
             DVP=triton.next_power_of_2(dv),
         )
     return out

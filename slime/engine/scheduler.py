@@ -11,6 +11,9 @@ from slime.engine.kv_cache import BlockManager
 from slime.engine.rows import RowTable
 from slime.engine.sequence import Sequence
 
+# Newcomers are few when this many decode for each of them.
+MANY = 16
+
 
 @dataclass
 class Chunk:
@@ -39,18 +42,22 @@ class Scheduler:
 
     Args:
         chunk_size: most prompt tokens per step.
+        patience: most steps that newcomers wait for company while many others decode. For devices where a step with
+            prompts takes much longer than one without.
     """
 
-    def __init__(self, blocks: BlockManager, rows: RowTable, chunk_size: int):
+    def __init__(self, blocks: BlockManager, rows: RowTable, chunk_size: int, patience: int = 0):
         self.blocks = blocks
         self.rows = rows
         self.chunk_size = chunk_size
+        self.patience = patience
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         """Longest first, so that sequences of similar length are neighbours."""
         self.decoding_rows = np.zeros(0, dtype=np.int64)
         self.num_admitted = 0
+        self._held = 0
         self._admitted_at: dict[Sequence, int] = {}
 
     @property
@@ -80,7 +87,8 @@ class Scheduler:
                 break
             chunks.append(self._chunk(seq, budget))
             budget -= chunks[-1].end - chunks[-1].start
-        self._admit(chunks, budget)
+        if not self._hold():
+            self._admit(chunks, budget)
         return Batch(list(self.decoding), self.decoding_rows, chunks)
 
     def computed(self, batch: Batch) -> None:
@@ -150,6 +158,13 @@ class Scheduler:
                 seq.blocks += block
                 rows.add_blocks(seq, block)
 
+    def _hold(self) -> bool:
+        """Whether newcomers, few beside those that decode, wait another step."""
+        ready = min(len(self.waiting), len(self.rows.free))
+        hold = not self.prefilling and 0 < ready * MANY < len(self.decoding) and self._held < self.patience
+        self._held = self._held + 1 if hold else 0
+        return hold
+
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Move waiting sequences into the batch while tokens, rows and blocks last."""
         # A prompt that another sequence is computing right now is worth waiting for: it will be in the cache.
@@ -181,6 +196,8 @@ class Scheduler:
             chunks.append(self._chunk(seq, budget))
             budget -= chunks[-1].end - chunks[-1].start
         self.waiting.extendleft(reversed(skipped))
+        if skipped:
+            self._held = self.patience  # they have a prompt in the cache after this step
 
     @staticmethod
     def _chunk(seq: Sequence, budget: int) -> Chunk:

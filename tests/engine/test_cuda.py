@@ -93,7 +93,7 @@ def test_prefix_cache_and_memory_release(engine):
     assert sum(seq.cached_tokens for seq in again) > sum(seq.cached_tokens for seq in before)
     held = torch.cuda.memory_allocated()
     engine.call(engine.release_memory, ["kv_cache", "weights", "cuda_graph"]).result(60)
-    assert torch.cuda.memory_allocated() < 0.5 * held
+    assert torch.cuda.memory_allocated() < 0.1 * held
     engine.call(engine.resume_memory, ["weights", "kv_cache", "cuda_graph"]).result(60)
     after = generate(engine, batch, max_new_tokens=20)
     for a, b in zip(before, after, strict=True):

@@ -145,3 +145,37 @@ def test_random_traffic_ends_clean(seed):
     assert not scheduler.has_work
     scheduler.blocks.check_integrity()
     assert len(scheduler.rows.free) == 5
+
+
+def decoding(scheduler: Scheduler, count: int) -> None:
+    for i in range(count):
+        scheduler.add(sequence([100 + i], new=100))
+    while len(scheduler.decoding) < count:
+        step(scheduler)
+
+
+def test_few_newcomers_wait_for_company_but_not_for_long():
+    scheduler = Scheduler(BlockManager(512, 4), RowTable(64, 32), 64, patience=5)
+    decoding(scheduler, 40)
+    late = sequence([1, 2, 3])
+    scheduler.add(late)
+    assert [len(step(scheduler).chunks) for _ in range(6)] == [0, 0, 0, 0, 0, 1]
+    for i in range(3):
+        scheduler.add(sequence([200 + i]))
+    assert len(step(scheduler).chunks) == 3  # enough of them: at once
+
+
+def test_a_newcomer_beside_few_others_does_not_wait():
+    scheduler = Scheduler(BlockManager(512, 4), RowTable(64, 32), 64, patience=5)
+    decoding(scheduler, 10)
+    scheduler.add(sequence([1, 2, 3]))
+    assert len(step(scheduler).chunks) == 1
+
+
+def test_those_who_wait_for_a_prompt_in_the_cache_do_not_wait_longer():
+    scheduler = Scheduler(BlockManager(512, 4), RowTable(128, 32), 64, patience=5)
+    decoding(scheduler, 80)
+    for _ in range(3):
+        scheduler.add(sequence(list(range(10))))
+    counts = [len(step(scheduler).chunks) for _ in range(7)]
+    assert counts == [0, 0, 0, 0, 0, 1, 2]
