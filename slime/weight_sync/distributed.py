@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ class DistributedTransport:
         device: where the bucket lives.
         backend: "gloo" or "nccl".
         master_address: address of rank 0, which serves the group's store there on a free port.
-        group_name: unique among the groups of this process.
+        group_name: what the group's name starts with.
         timeout: seconds for the group's formation and each broadcast.
     """
 
@@ -66,7 +67,8 @@ class DistributedTransport:
     ):
         self.engines = engines
         self.sends = rank == 0
-        self.group_name = group_name
+        # Engines may still be in the group of a trainer that was lost.
+        self.group_name = f"{group_name}-{uuid4().hex[:8]}"
         self.group: dist.ProcessGroup | None = None
         if not self.sends:
             return
@@ -78,10 +80,10 @@ class DistributedTransport:
         address = {"master_address": master_address, "master_port": store.port, "backend": backend}
         joins, offset = [], 1
         for index, size in enumerate(engine_sizes):
-            payload = {**address, "rank_offset": offset, "world_size": world_size, "group_name": group_name}
+            payload = {**address, "rank_offset": offset, "world_size": world_size, "group_name": self.group_name}
             joins.append(engines.start(index, "/init_weights_update_group", payload))
             offset += size
-        join = self._waiter.submit(join_update_group, store, 0, world_size, group_name, backend, limit)
+        join = self._waiter.submit(join_update_group, store, 0, world_size, self.group_name, backend, limit)
         self.group = _first_error_or(joins, join)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
