@@ -78,9 +78,10 @@ class Embedded:
 
     def __init__(self, path: str, dtype: torch.dtype, args):
         self.model = load_causal_lm(path, dtype, args.device)
-        self.engine = Engine(
-            self.model, None, set(), EngineConfig(max_running_requests=args.batch, mem_fraction_static=0.5)
-        )
+        # On a GPU, no more KV than the requests need: three systems share the memory.
+        tokens = args.batch * (args.prompt + args.new + 16) if args.device == "cuda" else None
+        config = EngineConfig(max_running_requests=args.batch, max_total_tokens=tokens)
+        self.engine = Engine(self.model, None, set(), config)
         self.engine.start()
         self.count = 0
 
