@@ -89,6 +89,11 @@ class TensorTransport:
         if self.group is not None:
             dist.barrier(group=self.group)
 
+    def collect(self) -> None:
+        if self.device.type == "cuda":
+            # torch holds memory that it exported until it sees that the other process has closed it.
+            torch.cuda.ipc_collect()
+
     def close(self) -> None:
         if self.group is not None:
             dist.destroy_process_group(self.group)

@@ -26,6 +26,10 @@ class Transport(Protocol):
         """Returns when the engines have copied it, so that the memory may be filled again."""
         ...
 
+    def collect(self) -> None:
+        """The update's memory is no longer referred to: give it back."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -88,6 +92,8 @@ class WeightUpdater:
             gather_time += perf_counter() - start
             if flat is not None:
                 self.transport.send(bucket, flat, str(self.version))
+        memory = flat = None
+        self.transport.collect()
         dist.barrier()
         marks.append(perf_counter())
         if self.rank == 0:

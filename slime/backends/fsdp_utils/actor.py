@@ -300,14 +300,14 @@ class FSDPTrainRayActor(TrainRayActor):
         return self.updater
 
     def _with_parameters(self, action: Callable[[], Any]) -> Any:
-        """Run with the parameters on the device, even while the rest is offloaded."""
+        """Run what only reads the parameters with them on the device, even while the rest is offloaded."""
         if not self._released:
             return action()
         self._params.restore()
         try:
             return action()
         finally:
-            self._params.release()
+            self._params.drop()
             torch.cuda.empty_cache()
 
     def save_model(self, rollout_id: int) -> dict[str, float] | None:

@@ -39,6 +39,10 @@ class HostCopy:
     def release(self) -> None:
         """Save, then give the device memory back; every view of the tensors stays valid for `restore`."""
         self.save()
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the device memory back; what was saved last is what `restore` brings."""
         for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)
 
