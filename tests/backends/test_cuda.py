@@ -1,5 +1,6 @@
 """The trainer on a GPU: bf16 over fp32 weights, offloading, weights to an engine on the same GPU by CUDA IPC."""
 
+import gc
 import math
 
 import pytest
@@ -40,14 +41,16 @@ def train_variants(rank, world_size, port, model_dir):
     out = {}
     for name, flags in VARIANTS.items():
         for offload in (False, True):
+            gc.collect()
+            base = torch.cuda.memory_allocated()
             args = trainer_args(model_dir, *FLAGS, *flags)
             trainer = make_trainer(FSDPTrainRayActor, args, rank, world_size, port, with_ref=True)
             metrics = train_rollout(trainer, 0)
             left = math.nan
             if offload:
-                before = torch.cuda.memory_allocated()
+                before = torch.cuda.memory_allocated() - base
                 trainer.offload()
-                left = torch.cuda.memory_allocated() / before
+                left = (torch.cuda.memory_allocated() - base) / before
                 sent = parameters_of_released(trainer)
                 trainer.onload()
                 assert all(torch.equal(a, b) for a, b in zip(sent, parameters_on_device(trainer), strict=True))
@@ -55,7 +58,6 @@ def train_variants(rank, world_size, port, model_dir):
             dtypes = {p.dtype for p in trainer.policy.parameters()}
             out[name, offload] = (masters(trainer), metrics, left, dtypes)
             del trainer
-            torch.cuda.empty_cache()
     return out
 
 
@@ -86,7 +88,7 @@ def test_offloading_changes_no_bit_and_frees_the_gpu(model_dir):
 
 def sync(rank, world_size, port, model_dir, url, root):
     """Updates while offloaded; memory after each, the engine's answer, the weights it should hold."""
-    args = trainer_args(model_dir, *FLAGS, "--update-weight-buffer-size", "20000000", "--save", root)
+    args = trainer_args(model_dir, *FLAGS, "--update-weight-buffer-size", "20000000", "--save", root, colocate=True)
     trainer = make_trainer(FSDPTrainRayActor, args, rank, world_size, port, with_ref=True)
     trainer.node_address = lambda: "127.0.0.1"
     trainer.set_rollout_engines([url], [[0]])
