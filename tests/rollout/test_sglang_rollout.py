@@ -136,6 +136,9 @@ def test_partial_rollout_continues_aborted_samples(cluster_of, rollout_args):
 
     engine.hang_when = lambda payload: False
     engine.version = "2"
+    args = rollout_args(
+        custom_rm_path=HOOKS + "reward_parity", partial_rollout=True, mask_offpolicy_in_partial_rollout=True
+    )
     output, source = run(args, cluster, rollout_id=1, source=source)
     second = list(flatten(output.samples))
     assert {s.index for s in first}.isdisjoint(s.index for s in second)

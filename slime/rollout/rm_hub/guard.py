@@ -87,9 +87,9 @@ def raise_if_overdue() -> None:
         RewardError: naming sample and function.
     """
     now = time.monotonic()
-    for call_id, (deadline, samples, path, limit) in list(_calls.items()):
+    for deadline, samples, path, limit in list(_calls.values()):
         if now > deadline:
-            _calls.pop(call_id, None)
+            _calls.clear()  # the rollout ends with this error, and the others' calls with it
             raise RewardError.about(
                 samples, path, f"took longer than --rm-timeout-secs {limit:g} and blocks the event loop (no await)"
             )
