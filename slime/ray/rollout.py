@@ -67,21 +67,26 @@ class RolloutManager:
         self.router: ServerProcess | None = None
         self._disposed = threading.Event()
         self._dp_size: int | None = None
-        self.data_source = None
-        if args.load_debug_rollout_data is None:
-            self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
-        self.rollout_fn = load_function(args.rollout_function_path, "--rollout-function-path")
-        self.eval_fn = load_function(args.eval_function_path or args.rollout_function_path, "--eval-function-path")
+        self.data_source: Any = None
+        self.rollout_fn: Any = None
+        self.eval_fn: Any = None
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start engines and router and wait until all are healthy. Nothing to do under `--debug-train-only`.
+        """Open the data, then start engines and router (not under `--debug-train-only`) and wait until all are healthy.
 
         Raises:
+            DataError: prompt data that cannot be read; file, line and key are in the message.
             ServerError: a server did not start; its message ends with the end of its log.
         """
-        if self.args.debug_train_only:
+        args = self.args
+        # Here and not in the constructor, whose errors reach the driver as a dead actor.
+        if args.load_debug_rollout_data is None:
+            self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
+        self.rollout_fn = load_function(args.rollout_function_path, "--rollout-function-path")
+        self.eval_fn = load_function(args.eval_function_path or args.rollout_function_path, "--eval-function-path")
+        if args.debug_train_only:
             return
         size = self.args.rollout_num_gpus_per_engine
         self.engines = [

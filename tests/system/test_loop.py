@@ -182,3 +182,12 @@ def test_rollout_only_and_train_only_on_its_dump(tmp_path, tiny_model_dir):
         "rollout-manager.log",
         "train-0.log",
     }
+
+
+def test_a_malformed_line_is_named(tmp_path, tiny_model_dir):
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"input": "what is 1 ?", "label": "1"}\n{"input": oops}\n')
+    run = TrainRun(tmp_path, tiny_model_dir, "--colocate", "--prompt-data", data)
+    assert run.finish() == 1
+    assert f"DataError: {data}:2: not valid JSON" in run.stderr and "Traceback" not in run.stderr
+    assert run.gone_within(0)
