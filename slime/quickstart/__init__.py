@@ -53,7 +53,7 @@ def run(recipe: Recipe, paths: Paths) -> int:
     outcome = Outcome.read(recipe, paths)
     write_report(outcome, task, commands, seconds)
     print("\n" + outcome.curve())
-    print(f"greedy decoding: {outcome.greedy[0][1]:.2f} -> {outcome.greedy[-1][1]:.2f}")
+    print(f"sampled at temperature 1: {outcome.sampled[0][1]:.2f} -> {outcome.sampled[-1][1]:.2f}")
     print(f"report: {paths.report}")
     print(outcome.headline())
     return 0

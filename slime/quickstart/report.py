@@ -43,8 +43,8 @@ pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; font-size: 12px; wh
 class Outcome:
     """What the two runs left behind.
 
-    `metrics` holds the lines of each run's metrics.jsonl; `before` and `after` the same held-out prompts, answered at
-    temperature 1.
+    `metrics` holds the lines of each run's metrics.jsonl; `before` and `after` the same held-out prompts, answered
+    greedily.
     """
 
     recipe: Recipe
@@ -63,8 +63,8 @@ class Outcome:
                 "sft": _read_jsonl(paths.sft_run / "metrics.jsonl"),
                 "grpo": _read_jsonl(paths.grpo_run / "metrics.jsonl"),
             },
-            before=_read_jsonl(samples / f"eval_{SAMPLED}_{0:06d}.jsonl"),
-            after=_read_jsonl(samples / f"eval_{SAMPLED}_{recipe.rollouts:06d}.jsonl"),
+            before=_read_jsonl(samples / f"eval_{GREEDY}_{0:06d}.jsonl"),
+            after=_read_jsonl(samples / f"eval_{GREEDY}_{recipe.rollouts:06d}.jsonl"),
         )
 
     def series(self, run: str, axis: str, key: str) -> Points:
@@ -81,18 +81,19 @@ class Outcome:
 
     @property
     def greedy(self) -> Points:
+        """(rollouts done, held-out accuracy of greedy decoding), the quickstart's result."""
         return self.series("grpo", "eval/step", f"eval/{GREEDY}")
 
     def curve(self) -> str:
         """Held-out accuracy as bars of text."""
-        lines = ["held-out accuracy, sampled at temperature 1 as in training"]
-        for step, accuracy in self.sampled:
+        lines = ["held-out accuracy, greedy decoding"]
+        for step, accuracy in self.greedy:
             bar = "█" * round(accuracy * BAR_WIDTH)
             lines.append(f"{step:5.0f} rollouts  {accuracy:.2f}  {bar}")
         return "\n".join(lines)
 
     def headline(self) -> str:
-        first, last = self.sampled[0][1], self.sampled[-1][1]
+        first, last = self.greedy[0][1], self.greedy[-1][1]
         return f"held-out accuracy {first:.2f} -> {last:.2f} (seed {self.recipe.seed})"
 
 
@@ -129,11 +130,12 @@ def write_report(outcome: Outcome, task: Task, commands: dict[str, list[str]], s
 
 def _explanation(task: Task) -> str:
     return (
-        "A random Qwen3 of two layers first learns the form of an answer from demonstrations (SFT). The demonstrations "
-        "only guess what the made-up verbs mean, so imitation alone cannot tell either. GRPO then answers other "
-        "problems eight times each and learns from one bit per answer: right or wrong. The held-out problems are "
-        f"{len(task.held_out)} calculations that occur neither in SFT nor in RL; before and after RL they are asked in "
-        "the same words and graded by the same reward, sampled at temperature 1 as in training, and greedily."
+        "A random Qwen3 of two layers first learns the form of an answer from demonstrations (SFT). These only guess "
+        "what the made-up verbs mean, so imitation alone cannot tell either. GRPO then answers other problems eight "
+        "times each and learns from one bit per answer: right or wrong. The held-out problems are "
+        f"{len(task.held_out)} calculations that occur neither in SFT nor in RL. Before and after RL they are asked in "
+        "the same words and graded by the same reward. The headline is greedy decoding; the plot also has answers "
+        "sampled at temperature 1, as in training."
     )
 
 
