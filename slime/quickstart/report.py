@@ -133,8 +133,8 @@ def _explanation(task: Task) -> str:
         "A random Qwen3 of two layers first learns the form of an answer from demonstrations (SFT). These only guess "
         "what the made-up verbs mean, so imitation alone cannot tell either. GRPO then answers other problems eight "
         "times each and learns from one bit per answer: right or wrong. The held-out problems are "
-        f"{len(task.held_out)} calculations that occur neither in SFT nor in RL. Before and after RL they are asked in "
-        "the same words and graded by the same reward. The headline is greedy decoding; the plot also has answers "
+        f"{len(task.held_out)} calculations that occur neither in SFT nor in RL. Before and after RL they are asked "
+        "in the same words and graded by the same reward. The headline is greedy decoding; the plot also has answers "
         "sampled at temperature 1, as in training."
     )
 
