@@ -74,7 +74,7 @@ class RolloutManager:
     # -- servers ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the data, then start engines and router (not under `--debug-train-only`) and wait until all are healthy.
+        """Open the data, start engines and router (not under `--debug-train-only`), wait until all are healthy.
 
         Raises:
             DataError: prompt data that cannot be read; file, line and key are in the message.
