@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -83,13 +84,30 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
 def raise_if_overdue() -> None:
     """Raise for a reward call that outlived its limit although the loop should have ended it.
 
+    Every call that is open then is overdue; the one to blame is the one that some thread's stack stands in.
+
     Raises:
         RewardError: naming sample and function.
     """
     now = time.monotonic()
-    for deadline, samples, path, limit in list(_calls.values()):
-        if now > deadline:
-            _calls.clear()  # the rollout ends with this error, and the others' calls with it
-            raise RewardError.about(
-                samples, path, f"took longer than --rm-timeout-secs {limit:g} and blocks the event loop (no await)"
-            )
+    calls = list(_calls.values())
+    overdue = [call for call in calls if now > call[0]]
+    if not overdue:
+        return
+    running = _running_samples()
+    _, samples, path, limit = next((call for call in calls if id(call[1]) in running), overdue[0])
+    _calls.clear()  # the rollout ends with this error, and the others' calls with it
+    raise RewardError.about(
+        samples, path, f"took longer than --rm-timeout-secs {limit:g} and blocks the event loop (no await)"
+    )
+
+
+def _running_samples() -> set[int]:
+    """ids of the `samples` of reward calls that are executing, rather than waiting, in any thread."""
+    running = set()
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code is _call.__code__:
+                running.add(id(frame.f_locals["samples"]))
+            frame = frame.f_back
+    return running
