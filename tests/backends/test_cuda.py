@@ -33,7 +33,7 @@ def model_dir(tmp_path_factory) -> str:
 
 
 def masters(trainer):
-    return {name: local_tensor(p).float().cpu().clone() for name, p in trainer.policy.hf_parameters().items()}
+    return {name: local_tensor(p).float().cpu().clone() for name, p in trainer.model.hf_parameters().items()}
 
 
 def train_variants(rank, world_size, port, model_dir):
@@ -55,7 +55,7 @@ def train_variants(rank, world_size, port, model_dir):
                 trainer.onload()
                 assert all(torch.equal(a, b) for a, b in zip(sent, parameters_on_device(trainer), strict=True))
             metrics = train_rollout(trainer, 1)
-            dtypes = {p.dtype for p in trainer.policy.parameters()}
+            dtypes = {p.dtype for p in trainer.model.parameters()}
             out[name, offload] = (masters(trainer), metrics, left, dtypes)
             del trainer
     return out

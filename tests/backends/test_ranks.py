@@ -53,7 +53,7 @@ def moved_reference(rank, world_size, port, model_dir):
         FSDPTrainRayActor, trainer_args(model_dir, "--ci-test"), rank, world_size, port, with_ref=True
     )
     with swapped(trainer._params, trainer.reference), torch.no_grad():
-        for parameter in trainer.policy.parameters():
+        for parameter in trainer.model.parameters():
             local_tensor(parameter).mul_(1.01)
         trainer.reference.save()
     with pytest.raises(InvariantError) as error:
@@ -66,10 +66,10 @@ def skipped(rank, world_size, port, model_dir):
     trainer = make_trainer(FSDPTrainRayActor, trainer_args(model_dir), rank, world_size, port)
     train_rollout(trainer, 0)
     before = parameters_of(trainer)
-    for parameter in trainer.policy.parameters():
+    for parameter in trainer.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     if rank == 1:
-        local_tensor(next(iter(trainer.policy.parameters())).grad)[0, 0] = math.inf
+        local_tensor(next(iter(trainer.model.parameters())).grad)[0, 0] = math.inf
     metrics = trainer.optimizer.step()
     same = all(torch.equal(value, before[name]) for name, value in parameters_of(trainer).items())
     return metrics["skipped_steps"], metrics["grad_norm"], trainer.optimizer.steps_done, same

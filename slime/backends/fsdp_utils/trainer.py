@@ -1,0 +1,217 @@
+"""What policy and critic ranks share: a model sharded over the ranks, its optimizer, checkpoints and memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from slime.backends.fsdp_utils.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from slime.backends.fsdp_utils.host_memory import HostCopy
+from slime.backends.fsdp_utils.metrics import memory_metrics, sum_over_ranks
+from slime.backends.fsdp_utils.model import ModelOptions, PolicyModel, build_policy, local_tensor
+from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
+from slime.observability.timer import Timer
+from slime.ray.train_actor import TrainRayActor
+from slime.training.batch import MicroBatch
+from slime.training.losses import LossOutput
+from slime.training.rollout_data import RankData
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPTrainer(TrainRayActor):
+    """A data-parallel rank over a Hugging Face model. A role adds `train_on`, and what it keeps beside the model."""
+
+    # -- setup --------------------------------------------------------------------------------------------------------
+
+    def init(self, args: Namespace, role: str = "actor", with_ref: bool = False) -> int:
+        self.args = args
+        self.role = role
+        self.timer = Timer()
+        self.device = torch.device(args.device)
+        if args.device == "cuda":
+            torch.cuda.set_device(0)
+            self.device = torch.device("cuda", 0)
+        if args.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        torch.manual_seed(args.seed + self.rank)
+        self.join_world(args.distributed_backend, args.distributed_timeout_minutes)
+        self.mesh = init_device_mesh(self.device.type, (self.world_size,))
+        self.dtype = getattr(torch, args.dtype)
+
+        self.model = self._build(args.ref_load or args.hf_checkpoint)
+        self._params = HostCopy(local_tensor(p) for p in self.model.parameters())
+        self._moments: HostCopy | None = None
+        self._released = False
+        self.optimizer = self._build_optimizer()
+        self.progress = Progress()
+        self._copy_initial_weights(with_ref)
+        self._resumed = self._resume()
+        self._last_train_end = time.perf_counter()
+        return self.progress.next_rollout_id if args.start_rollout_id is None else args.start_rollout_id
+
+    def _copy_initial_weights(self, with_ref: bool) -> None:
+        """What a role keeps of the weights that the run started from; called before a checkpoint is read."""
+
+    def _build(self, path: str) -> PolicyModel:
+        args = self.args
+        options = ModelOptions(
+            path,
+            compute_dtype=self.dtype,
+            gradient_checkpointing=args.gradient_checkpointing,
+            cpu_offload=args.fsdp_cpu_offload,
+            trust_remote_code=args.trust_remote_code,
+        )
+        return build_policy(options, self.mesh, self.device)
+
+    def _build_optimizer(self) -> Optimizer:
+        args = self.args
+        steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
+        total_steps = None if args.num_rollout is None else args.num_rollout * steps_per_rollout
+        return Optimizer(
+            self.model.hf_parameters(),
+            schedule_from_args(args, total_steps),
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+            weight_decay=args.weight_decay,
+            clip_grad=args.clip_grad,
+            group=self.mesh.get_group() if self.world_size > 1 else None,
+        )
+
+    def _resume(self) -> bool:
+        args = self.args
+        path = latest_checkpoint(args.load)
+        if path is None:
+            return False
+        optimizer = None if args.finetune or args.no_load_optim else self.optimizer
+        progress = load_checkpoint(path, self.model, optimizer, with_rng=not (args.finetune or args.no_load_rng))
+        if args.finetune:
+            logger.info("took the weights of %s", path)
+        else:
+            self.progress = progress
+            self.optimizer.steps_done = progress.global_step
+            logger.info("resumed %s: next rollout %d", path, progress.next_rollout_id)
+        return True
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(self, rollout_id: int, refs: list[Any]) -> dict[str, float] | None:
+        import ray
+
+        self.timer.add("train_wait", time.perf_counter() - self._last_train_end)
+        with self.timer("train"):
+            with self.timer("data_preprocess"):
+                data = RankData(ray.get(refs[self.mesh.get_rank()]))
+            metrics = self.train_on(rollout_id, data)
+        metrics |= self._perf_metrics(data)
+        self._last_train_end = time.perf_counter()
+        return metrics if self.rank == 0 else None
+
+    def train_on(self, rollout_id: int, data: RankData) -> dict[str, float]:
+        """Train on this rank's part; metrics of the global batch, the same on every rank."""
+        raise NotImplementedError
+
+    def _train_step(self, data: RankData, step: int) -> dict[str, float]:
+        """One optimizer step over its micro-batches. Gradients are reduced over ranks with the last one only."""
+        totals: dict[str, torch.Tensor] = {}
+        count = len(data.steps[step])
+        for index in range(count):
+            self.model.set_gradient_sync(index == count - 1)
+            batch = data.micro_batch(step, index, self.device)
+            loss, metrics = self._loss(batch, data.steps[step][index])
+            # FSDP averages gradients over the ranks; the loss is a sum over them.
+            (loss * self.world_size).backward()
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value.double()
+        out = sum_over_ranks(totals, self.mesh.get_group(), self.device)
+        out |= self.optimizer.step()
+        if out["skipped_steps"]:
+            logger.warning(
+                "step %d skipped: the gradient norm is %s (loss %s)",
+                self.optimizer.steps_done,
+                out["grad_norm"],
+                out["loss"],
+            )
+        self.progress.global_step = self.optimizer.steps_done
+        self.progress.micro_step += count
+        return out
+
+    def _loss(self, batch: MicroBatch, samples: list[int]) -> LossOutput:
+        """Loss and metrics of a micro-batch, which holds these samples of the rank's part."""
+        raise NotImplementedError
+
+    def _perf_metrics(self, data: RankData) -> dict[str, float]:
+        mine = {"tokens": torch.tensor(float(sum(data["total_lengths"])), dtype=torch.float64)}
+        tokens = sum_over_ranks(mine, self.mesh.get_group(), self.device)["tokens"]
+        out = {**self.timer.pop(), **memory_metrics(self.device)}
+        wait, train = out["perf/train_wait_time"], out["perf/train_time"]
+        out["perf/step_time"] = wait + train
+        out["perf/wait_time_ratio"] = wait / (wait + train)
+        out["perf/actor_train_tok_per_s"] = tokens / out["perf/actor_train_time"]
+        return out
+
+    # -- checkpoints and memory ---------------------------------------------------------------------------------------
+
+    def save_model(self, rollout_id: int) -> dict[str, float] | None:
+        return self._timed("save_model", lambda: self._save(rollout_id))
+
+    def _save(self, rollout_id: int) -> None:
+        released = self._released
+        if released:
+            self._onload()
+        self.progress.next_rollout_id = rollout_id + 1
+        self._write(rollout_id)
+        if released:
+            self._offload()
+
+    def _write(self, rollout_id: int) -> None:
+        """With the model on the device."""
+        args = self.args
+        if args.save is not None:
+            optimizer = None if args.no_save_optim else self.optimizer
+            save_checkpoint(args.save, rollout_id, self.model, optimizer, self.progress)
+
+    def offload(self) -> dict[str, float] | None:
+        return self._timed("sleep", self._offload)
+
+    def onload(self) -> dict[str, float] | None:
+        return self._timed("wake_up", self._onload)
+
+    def _offload(self) -> None:
+        """Parameters and optimizer state to pinned host memory. On CPU there is nothing to give back."""
+        if self.device.type == "cpu" or self.args.fsdp_cpu_offload or self._released:
+            return
+        if self._moments is None and self.optimizer.adam.state:
+            self._moments = HostCopy(self.optimizer.local_tensors())
+        self.model.free_unsharded()
+        self._params.release()
+        if self._moments is not None:
+            self._moments.release()
+        torch.cuda.empty_cache()
+        self._released = True
+
+    def _onload(self) -> None:
+        if not self._released:
+            return
+        self._params.restore()
+        if self._moments is not None:
+            self._moments.restore()
+        self._released = False
+
+    def _timed(self, name: str, action: Callable[[], dict[str, float] | None]) -> dict[str, float] | None:
+        """Run, and on rank 0 return what `action` returns with the time it took."""
+        start = time.perf_counter()
+        metrics = action() or {}
+        seconds = time.perf_counter() - start
+        return {**metrics, f"perf/{name}_time": seconds} if self.rank == 0 else None
+
+    def dispose(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
