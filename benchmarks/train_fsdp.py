@@ -1,9 +1,9 @@
 """Tokens per second, MFU, peak memory and time per part of the FSDP trainer's step, without Ray.
 
-`python benchmarks/train_fsdp.py --device cuda --shape qwen3-0.6b --tokens 16384 --rows 2` runs the trainer's own classes
-on a random model: GRPO with AdamW on `rows` packed rows of `tokens` tokens each, layers recomputed in backward. A row is
-one sequence unless `--sequences` cuts it. `--gpus 8` shards over as many processes. `--device cpu --shape tiny` checks
-the script. The result goes to benchmarks/results/.
+`python benchmarks/train_fsdp.py --device cuda --shape qwen3-0.6b --tokens 16384 --rows 2` runs the trainer's own
+classes on a random model: GRPO with AdamW on `rows` packed rows of `tokens` tokens each, layers recomputed in
+backward. A row is one sequence unless `--sequences` cuts it. `--gpus 8` shards over as many processes. `--device cpu
+--shape tiny` checks the script. The result goes to benchmarks/results/.
 
 FLOPs of a step count what the model needs, not what is recomputed: per token 6 x (parameters of all matrix products,
 the output head once, no embedding look-up), and per sequence and layer of causal attention 6 x heads x head_dim x L^2
@@ -240,7 +240,6 @@ def operations(options) -> dict:
     out = {"attention": timed(lambda: packed.attend(0, q, k, v, dim**-0.5, None), options)}
     if cuda:
         out["attention_cudnn"] = timed(lambda: cudnn_attention(q, k, v, options.sequences), options)
-    del q, k, v
     hidden = torch.randn(tokens, shape["hidden_size"], **make, requires_grad=True)
     weight = (torch.randn(shape["vocab_size"], shape["hidden_size"], **make) * 0.02).requires_grad_()
     targets = torch.randint(0, shape["vocab_size"], (tokens,), device=options.device)
