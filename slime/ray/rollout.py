@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from slime.observability.dumps import load_rollout_dump, save_rollout_dump
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.observability.run_dir import RunDir, redirect_output
+from slime.observability.staleness import count_token_versions
 from slime.ray.engine_actor import EmbeddedEngineActor
 from slime.ray.placement_group import ENGINE_FRACTION, PlacementSlice
 from slime.ray.server_process import ServerProcess, http_json
@@ -51,6 +52,8 @@ class GenerateResult:
     metrics: dict[str, Any]
     sample_indices: list[int] = field(default_factory=list)
     """`Sample.index` of every sample that the trainers get."""
+    token_versions: dict[int, int] = field(default_factory=dict)
+    """Trained tokens per weight version that generated them."""
 
 
 @ray.remote(concurrency_groups={"watch": 1, "side": 1})
@@ -184,6 +187,10 @@ class RolloutManager:
             return None
         return len(self.data_source) // self.args.rollout_batch_size
 
+    def generates_in_background(self) -> bool:
+        """Whether the rollout function goes on generating between its calls, through weight updates."""
+        return getattr(self.rollout_fn, "generates_in_background", False)
+
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
         """Trainers say how many parts a rollout is cut into (`dp_size`)."""
         self._dp_size = config["dp_size"]
@@ -208,12 +215,13 @@ class RolloutManager:
         self.run_dir.write_samples(f"rollout_{rollout_id:06d}", samples)
         metrics = self._rollout_metrics(rollout_id, samples, extra, seconds)
         if self.args.debug_rollout_only:
-            return GenerateResult([], metrics, [s.index for s in samples])
+            return GenerateResult([], metrics, [s.index for s in samples], count_token_versions(samples))
         with_data = time.perf_counter()
-        batch = samples_to_batch(self.args, trim(self.args, samples))
+        samples = trim(self.args, samples)
+        batch = samples_to_batch(self.args, samples)
         refs = self._distribute(batch)
         metrics |= batch_metrics(batch) | {"perf/train_data_time": time.perf_counter() - with_data}
-        return GenerateResult(refs, metrics, list(batch["sample_indices"]))
+        return GenerateResult(refs, metrics, list(batch["sample_indices"]), count_token_versions(samples))
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any]]:
         args = self.args
@@ -246,7 +254,7 @@ class RolloutManager:
             dp_size=self._dp_size,
             global_batch_size=args.global_batch_size,
             micro_batch_size=args.micro_batch_size,
-            max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+            max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if args.use_dynamic_batch_size else None,
             balance=args.balance_data,
         )
         return [ray.put(part) for part in partition_rollout_data(batch, schedule)]
