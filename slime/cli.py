@@ -12,6 +12,7 @@ from slime import __version__
 COMMANDS = {
     "quickstart": ("slime.quickstart", "train a tiny language model by RL on this machine, in minutes"),
     "train": ("slime.train", "run the loop: generate, train, sync weights (same as python train.py)"),
+    "train-async": ("slime.train_async", "the same with generation beside training (same as python train_async.py)"),
     "flags": ("slime.arguments.reference", "list the flags of train; `slime flags lr` those that match"),
 }
 

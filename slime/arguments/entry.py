@@ -13,14 +13,15 @@ from slime.arguments.problems import ConfigError, Problem
 from slime.arguments.validation import validate_args
 
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
+def parse_args(argv: list[str] | None = None, asynchronous: bool = False) -> Namespace:
     """Parse, merge and validate; on any mistake print all of them and exit with code 2.
 
     Args:
         argv: words after the program name; default `sys.argv[1:]`.
+        asynchronous: by the rules of the asynchronous loop.
     """
     try:
-        args = load_args(sys.argv[1:] if argv is None else argv)
+        args = load_args(sys.argv[1:] if argv is None else argv, asynchronous)
     except ConfigError as error:
         count = len(error.problems)
         print(f"{count} configuration error{'s' if count > 1 else ''}:\n{error}", file=sys.stderr)
@@ -31,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-def load_args(argv: list[str]) -> Namespace:
+def load_args(argv: list[str], asynchronous: bool = False) -> Namespace:
     """`parse_args` for callers that handle errors themselves.
 
     Raises:
@@ -42,7 +43,7 @@ def load_args(argv: list[str]) -> Namespace:
             [Problem("SLIME_BACKEND (environment)", "no longer chooses the trainer", "unset it; use --train-backend")]
         )
     args = resolve(argv)
-    validate_args(args)
+    validate_args(args, asynchronous)
     return args
 
 

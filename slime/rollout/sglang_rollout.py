@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.delivery import first_index, run_batch_hooks
 from slime.rollout.errors import RolloutError, blame, describe
 from slime.rollout.eval_rollout import eval_rollout
 from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
@@ -80,15 +81,8 @@ async def generate_rollout_async(args, rollout_id: int, data_source) -> RolloutF
         if recycled:
             data_source.add_samples(recycled)
         metrics["rollout/recycled_groups"] = len(recycled)
-    groups = sorted(batch.groups, key=_first_index)
-    if args.rollout_sample_filter_path:
-        function = load_function(args.rollout_sample_filter_path, "--rollout-sample-filter-path")
-        with blame("--rollout-sample-filter-path", function):
-            function(args, groups)
-    if args.rollout_all_samples_process_path:
-        function = load_function(args.rollout_all_samples_process_path, "--rollout-all-samples-process-path")
-        with blame("--rollout-all-samples-process-path", function):
-            function(args, sorted(batch.finished, key=_first_index), data_source)
+    groups = sorted(batch.groups, key=first_index)
+    run_batch_hooks(args, groups, batch.finished, data_source)
     return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
 
@@ -127,7 +121,7 @@ class _Batch:
             done, state.pendings = await asyncio.wait(
                 state.pendings, timeout=REPORT_INTERVAL, return_when=asyncio.FIRST_COMPLETED
             )
-            for task in sorted(done, key=lambda task: _first_index(task.group)):
+            for task in sorted(done, key=lambda task: first_index(task.group)):
                 self.take(task.result())
             state.progress = (len(self.groups), self.target)
             self.report()
@@ -152,7 +146,7 @@ class _Batch:
             self.surplus.append(group)
 
     def resubmit(self, group: list) -> None:
-        first = _first_index(group)
+        first = first_index(group)
         self.interruptions[first] += 1
         if self.interruptions[first] > MAX_INTERRUPTIONS:
             raise RolloutError(
@@ -174,8 +168,3 @@ class _Batch:
 
     def metrics(self) -> dict[str, Any]:
         return self.gatherer.collect()
-
-
-def _first_index(group: list) -> int:
-    index = next(flatten(group)).index
-    return -1 if index is None else index

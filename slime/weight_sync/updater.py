@@ -71,7 +71,7 @@ class WeightUpdater:
         The engines stay paused when it fails: half-updated weights must not answer requests.
         """
         self.version += 1
-        return self._push()
+        return self._push() | {"train/weight_version": float(self.version)}
 
     def _push(self) -> dict[str, float]:
         marks = [perf_counter()]

@@ -18,7 +18,15 @@ FAMILY = Family(
             integer,
             1,
             "Sync every N rollouts (asynchronous loop).",
-            pending=pending.ASYNC,
+        ),
+        Flag(
+            "--update-weights-pause-mode",
+            text,
+            None,
+            "What an update does to requests in flight: end them with what they have (they are continued), compute "
+            "their KV cache again with the new weights, or keep it. Default: in_place when generation goes on in the "
+            "background, else abort.",
+            choices=("abort", "retract", "in_place"),
         ),
         Flag(
             "--update-weight-mode",

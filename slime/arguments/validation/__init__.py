@@ -17,6 +17,7 @@ from slime.arguments.validation import (
     data,
     evaluation,
     functions,
+    loops,
     model,
     ranges,
     services,
@@ -39,7 +40,7 @@ _STEPS = (
 """In the order in which derived values build on each other."""
 
 
-def validate_args(args: Namespace) -> None:
+def validate_args(args: Namespace, asynchronous: bool = False) -> None:
     """Check every rule and fill in derived values, in place; afterwards nobody assigns to `args`.
 
     Raises:
@@ -48,4 +49,5 @@ def validate_args(args: Namespace) -> None:
     problems = Problems()
     for step in _STEPS:
         step(args, problems)
+    loops.check(args, problems, asynchronous)
     problems.raise_if_any()

@@ -27,13 +27,13 @@ _POSITIVE_FLAGS = """
     lr_decay_iters lr_wsd_decay_iters update_weight_buffer_size rm_timeout_secs
     sglang_context_length sglang_max_running_requests sglang_max_total_tokens sglang_page_size
     sglang_chunked_prefill_size sglang_server_concurrency sglang_router_request_timeout_secs
-    slime_router_timeout slime_router_max_connections
+    slime_router_timeout slime_router_max_connections update_weights_interval
 """
 
 _NOT_NEGATIVE_FLAGS = """
     rollout_num_gpus num_rollout start_rollout_id lr min_lr lr_warmup_init lr_warmup_iters weight_decay
     clip_grad eps_clip eps_clip_high kl_coef kl_loss_coef entropy_coef eval_temperature eval_min_new_tokens
-    seed rollout_seed
+    seed rollout_seed max_weight_staleness
 """
 
 _RULES: dict[str, _Rule] = {

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.backends.fsdp_utils import checks
+from slime.backends.fsdp_utils.checkpoint import latest_checkpoint, read_reference
+from slime.backends.fsdp_utils.copies import SentWeights, Teacher
 from slime.backends.fsdp_utils.hf_export import export_hf
 from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
 from slime.backends.fsdp_utils.metrics import rollout_means
-from slime.backends.fsdp_utils.model import local_tensor
+from slime.backends.fsdp_utils.model import PolicyModel
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.backends.fsdp_utils.weights import ShardedWeights
 from slime.training.advantages import compute_advantages
@@ -35,15 +40,37 @@ class FSDPTrainRayActor(FSDPTrainer):
         self.updater: WeightUpdater | None = None
         self.reference: HostCopy | None = None
         if with_ref:
-            self.reference = HostCopy(local_tensor(p) for p in self.model.parameters())
+            # Parameters that are not trained are the reference's, too.
+            self.reference = HostCopy(self._trained.tensors)
             self.reference.save()
+        self._sent = SentWeights(self._trained)
+        self.teacher: Teacher | None = None
+        if self.args.opd_type == "trainer":
+            self.teacher = Teacher(self._build(self.args.opd_teacher_load), self.device, self.args.fsdp_cpu_offload)
+
+    def _resume(self) -> bool:
+        resumed = super()._resume()
+        if resumed and self.reference is not None and not self.args.finetune:
+            self._trained.save()
+            if read_reference(latest_checkpoint(self.args.load), self.model):
+                self.reference.save()
+                self._trained.load()
+        return resumed
+
+    def _reference_to_save(self) -> Callable[[], AbstractContextManager] | None:
+        if self.reference is None or self.args.ref_update_interval is None:
+            return None
+        return partial(swapped, self._trained, self.reference)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train_on(self, rollout_id: int, data: RankData) -> dict[str, float]:
         """Log-probs, advantages, optimizer steps; metrics of the global batch, the same on every rank."""
         args = self.args
-        self._prepare(data)
+        if args.reset_optimizer_states:
+            self.optimizer.reset_state()
+        old_policy = self._old_policy(data)
+        self._prepare(data, old_policy)
         if args.rollout_data_postprocess_path:
             self._call_postprocess(rollout_id, data)
         self._dump_train_data(rollout_id, data)
@@ -52,7 +79,9 @@ class FSDPTrainRayActor(FSDPTrainer):
             steps = [self._train_step(data, step) for step in range(len(data.steps))]
         if "log_probs" not in data and args.loss_type == "policy_loss" and len(data.steps) == 1:
             data.set_flat("log_probs", [self._kept[i] for i in range(data.num_samples)])
-        if args.ci_test:
+        if args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
+            self.reference.save()
+        if args.ci_test and old_policy is None:
             fresh = rollout_id == 0 and not self._resumed
             checks.check_first_step(args, steps[0], data, fresh_reference=fresh)
         metrics = {f"train/{key}": sum(step[key] for step in steps) / len(steps) for key in steps[0]}
@@ -60,20 +89,34 @@ class FSDPTrainRayActor(FSDPTrainer):
         metrics["train/step"] = self.optimizer.steps_done
         return metrics | rollout_means(data, self.mesh.get_group(), self.device)
 
-    def _prepare(self, data: RankData) -> None:
-        """Reference and old log-probs where they are needed, then advantages."""
+    def _prepare(self, data: RankData, old_policy: HostCopy | None) -> None:
+        """Log-probs of the reference, the teacher and the old policy where they are needed, then advantages."""
         args = self.args
         if self.reference is not None:
-            with self.timer("ref_log_probs"), swapped(self._params, self.reference):
-                data.set_flat("ref_log_probs", self._log_probs(data)[0])
-        if not self._skips_log_prob_pass(data):
+            with self.timer("ref_log_probs"), swapped(self._trained, self.reference):
+                data.set_flat("ref_log_probs", self._log_probs(data, self.model)[0])
+        if self.teacher is not None:
+            with self.timer("teacher_log_probs"), self.teacher.on_device() as teacher:
+                data.set_flat("teacher_log_probs", self._log_probs(data, teacher)[0])
+        if old_policy is not None:
+            with self.timer("log_probs"), swapped(self._trained, old_policy):
+                data.set_flat("log_probs", self._log_probs(data, self.model)[0])
+        elif not self._skips_log_prob_pass(data):
             with self.timer("log_probs"):
-                log_probs, entropy = self._log_probs(data, args.use_rollout_entropy)
+                log_probs, entropy = self._log_probs(data, self.model, args.use_rollout_entropy)
             data.set_flat("log_probs", log_probs)
             if entropy is not None:
                 data.set_flat("entropy", entropy)
         if args.compute_advantages_and_returns and args.loss_type != "sft_loss":
             compute_advantages(args, data, self.mesh.get_group())
+
+    def _old_policy(self, data: RankData) -> HostCopy | None:
+        """`--keep-old-actor`: the weights that generated this rollout, if they are not the current ones."""
+        if not self.args.keep_old_actor or not self._sent:
+            return None
+        versions = torch.tensor(max(data.get("weight_version", [0]), default=0), device=self.device)
+        dist.all_reduce(versions, dist.ReduceOp.MAX)
+        return self._sent.of_version(int(versions), self.optimizer.steps_done)
 
     def _skips_log_prob_pass(self, data: RankData) -> bool:
         """Whether nothing needs log-probs from before the update.
@@ -83,7 +126,7 @@ class FSDPTrainRayActor(FSDPTrainer):
         args = self.args
         if args.loss_type == "sft_loss":
             return True
-        if args.loss_type == "custom_loss" or args.kl_coef != 0 or args.use_rollout_entropy:
+        if args.loss_type == "custom_loss" or args.kl_coef != 0 or args.use_rollout_entropy or args.use_opd:
             return False
         if args.custom_advantage_function_path or args.rollout_data_postprocess_path:
             return False
@@ -91,26 +134,26 @@ class FSDPTrainRayActor(FSDPTrainer):
 
     @torch.no_grad()
     def _log_probs(
-        self, data: RankData, with_entropy: bool = False
+        self, data: RankData, model: PolicyModel, with_entropy: bool = False
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """Per-sample log-probs (and entropy) of the weights that the policy holds now, in training's micro-batches."""
+        """Per-sample log-probs (and entropy) of the weights that `model` holds now, in training's micro-batches."""
         log_probs: list[Any] = [None] * data.num_samples
         entropy: list[Any] = [None] * data.num_samples
-        self.model.free_unsharded()
+        model.free_unsharded()
         for step, micro_batches in enumerate(data.steps):
             for index, samples in enumerate(micro_batches):
                 batch = data.micro_batch(step, index, self.device)
-                log_probs_R, entropy_R, _ = self._forward(batch, with_entropy)
+                log_probs_R, entropy_R, _ = self._forward(model, batch, with_entropy)
                 for i, sample in enumerate(samples):
                     log_probs[sample] = batch.split(log_probs_R)[i]
                     if entropy_R is not None:
                         entropy[sample] = batch.split(entropy_R)[i]
-        self.model.free_unsharded()
+        model.free_unsharded()
         return log_probs, entropy if with_entropy else None
 
-    def _forward(self, batch, with_entropy: bool, with_logits: bool = False):
+    def _forward(self, model: PolicyModel, batch: MicroBatch, with_entropy: bool, with_logits: bool = False):
         args = self.args
-        return self.model(
+        return model(
             batch,
             temperature=args.rollout_temperature,
             with_entropy=with_entropy,
@@ -122,7 +165,10 @@ class FSDPTrainRayActor(FSDPTrainer):
     def _loss(self, batch: MicroBatch, samples: list[int]) -> LossOutput:
         args = self.args
         log_probs_R, entropy_R, logits = self._forward(
-            batch, with_entropy=args.loss_type == "policy_loss", with_logits=args.loss_type == "custom_loss"
+            self.model,
+            batch,
+            with_entropy=args.loss_type == "policy_loss",
+            with_logits=args.loss_type == "custom_loss",
         )
         self._kept.update(zip(samples, batch.split(log_probs_R.detach()), strict=True))
         reduce = make_reducer(batch, args.calculate_per_token_loss)
@@ -164,7 +210,8 @@ class FSDPTrainRayActor(FSDPTrainer):
                 f"slime-{self.role}",
                 timeout=60.0 * args.distributed_timeout_minutes,
             )
-        self.updater = WeightUpdater(self.weights, transport, engines, self.rank, size, version)
+        pause = args.update_weights_pause_mode
+        self.updater = WeightUpdater(self.weights, transport, engines, self.rank, size, version, pause)
 
     def _write(self, rollout_id: int) -> None:
         args = self.args
@@ -176,7 +223,14 @@ class FSDPTrainRayActor(FSDPTrainer):
             export_hf(path, self.weights, args.hf_checkpoint, args.trust_remote_code)
 
     def update_weights(self) -> dict[str, float] | None:
-        return self._timed("update_weights", lambda: self._with_parameters(self._connected().update))
+        return self._timed("update_weights", lambda: self._with_parameters(self._send))
+
+    def _send(self) -> dict[str, float]:
+        updater = self._connected()
+        metrics = updater.update()
+        if self.args.keep_old_actor:
+            self._sent.remember(updater.version, self.optimizer.steps_done)
+        return metrics
 
     def check_weights(self) -> None:
         self._with_parameters(self._connected().check)
@@ -190,11 +244,12 @@ class FSDPTrainRayActor(FSDPTrainer):
         """Run what only reads the parameters with them on the device, even while the rest is offloaded."""
         if not self._released:
             return action()
-        self._params.restore()
+        self._restore_parameters()
         try:
             return action()
         finally:
-            self._params.drop()
+            self._trained.drop()
+            self._frozen.drop()
             torch.cuda.empty_cache()
 
     def dispose(self) -> None:

@@ -1,0 +1,27 @@
+"""The last step of every training rollout: hooks over the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.errors import blame
+from slime.utils.misc import flatten, load_function
+
+
+def first_index(group: list) -> int:
+    """`Sample.index` of the first sample of a group, the order in which prompts were handed out; -1 without one."""
+    index = next(flatten(group)).index
+    return -1 if index is None else index
+
+
+def run_batch_hooks(args, groups: list[list], finished: list[list], data_source: Any) -> None:
+    """`--rollout-sample-filter-path` over the groups to train on, `--rollout-all-samples-process-path` over all that
+    finished, filtered ones included."""
+    if args.rollout_sample_filter_path:
+        function = load_function(args.rollout_sample_filter_path, "--rollout-sample-filter-path")
+        with blame("--rollout-sample-filter-path", function):
+            function(args, groups)
+    if args.rollout_all_samples_process_path:
+        function = load_function(args.rollout_all_samples_process_path, "--rollout-all-samples-process-path")
+        with blame("--rollout-all-samples-process-path", function):
+            function(args, sorted(finished, key=first_index), data_source)

@@ -1,0 +1,5 @@
+import sys
+
+from slime.train_async import main
+
+sys.exit(main())
