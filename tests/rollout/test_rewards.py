@@ -86,7 +86,7 @@ async def test_types_by_flag_row_and_boxed_prefix():
     [
         ({"rm_type": None}, r"pass --rm-type or --custom-rm-path.*\(sample 3 of group 1\)"),
         ({"rm_type": "maths"}, "'maths' is unknown; use one of boxed_<type>, dapo, deepscaler, f1"),
-        ({"rm_type": "ifbench"}, "ifbench' is not available yet"),
+        ({"rm_type": "ifbench"}, "ifbench needs metadata.instruction_id_list"),
         ({"rm_type": "f1"}, "needs a label: pass --label-key"),
         ({"rm_type": "remote_rm"}, "needs --rm-url"),
         ({"custom_rm_path": "no.such.fn"}, "--custom-rm-path 'no.such.fn'"),

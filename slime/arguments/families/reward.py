@@ -1,6 +1,5 @@
 """Rewards."""
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, function_path, number, text
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
@@ -16,7 +15,6 @@ FAMILY = Family(
             help="Built-in reward; `boxed_` in front takes the text of \\boxed{} first. "
             "metadata.rm_type of a row has precedence.",
             choices=(*RM_TYPES, *BOXED),
-            pending_choices={"ifbench": pending.IFBENCH, "boxed_ifbench": pending.IFBENCH},
         ),
         Flag(
             "--custom-rm-path",

@@ -14,6 +14,7 @@ from typing import Any
 from slime.rollout.errors import RewardError
 from slime.rollout.rm_hub.dapo import compute_dapo_reward
 from slime.rollout.rm_hub.guard import call_reward_function
+from slime.rollout.rm_hub.instructions import instruction_reward
 from slime.rollout.rm_hub.math_answers import last_boxed
 from slime.rollout.rm_hub.math_grader import grade_math
 from slime.rollout.rm_hub.remote import remote_rm
@@ -91,7 +92,7 @@ async def _builtin(args, sample: Sample) -> float | dict[str, Any]:
         response = last_boxed(response) or ""
     if kind not in REWARD_TYPES:
         known = ", ".join(sorted([*REWARD_TYPES, "boxed_<type>"]))
-        problem = "is not available yet" if kind == "ifbench" else f"is unknown; use one of {known}"
+        problem = f"is unknown; use one of {known}"
         if not name:
             problem = "is missing: pass --rm-type or --custom-rm-path, or put rm_type into the metadata column"
         raise RewardError.about(sample, f"--rm-type {name!r}", problem)
@@ -123,6 +124,10 @@ async def _gpqa(args, sample: Sample, response: str) -> float:
     return compute_gpqa_reward(response, _label(sample, "gpqa"), sample.metadata)
 
 
+async def _ifbench(args, sample: Sample, response: str) -> float:
+    return await instruction_reward(sample, response)
+
+
 async def _random(args, sample: Sample, response: str) -> float:
     """0 or 1 by a coin that depends on seed and sample alone."""
     return float(random.Random(f"{args.rollout_seed}:{sample.index}").randint(0, 1))
@@ -144,6 +149,7 @@ REWARD_TYPES: dict[str, Callable] = {
     "dapo": _dapo,
     "f1": _f1,
     "gpqa": _gpqa,
+    "ifbench": _ifbench,
     "random": _random,
     "remote_rm": _remote,
 }
