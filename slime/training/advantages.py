@@ -1,4 +1,7 @@
-"""Advantages and returns of a whole rollout, on every DP rank for its own samples."""
+"""Advantages and returns of a whole rollout, on every DP rank for its own samples.
+
+Context-parallel ranks of one DP rank hold the same whole samples, so they compute the same and need no exchange.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ def compute_advantages(args: Namespace, data: RankData, dp_group: dist.ProcessGr
 
     `--custom-advantage-function-path` replaces the estimator: `fn(args, rollout_data)` sets
     `rollout_data["advantages"]` and `rollout_data["returns"]`, lists with one [response_length] tensor per sample.
-    `--normalize-advantages` then whitens over `dp_group`, a collective call for all its ranks.
+    `--use-opd` then subtracts opd_kl_coef * (old - teacher), kept as `opd_reverse_kl`. `--normalize-advantages` at
+    last whitens over `dp_group`, a collective call for all its ranks.
 
     Raises:
         ValueError: unknown estimator, or a custom function that left `advantages` or `returns` out.
@@ -34,6 +38,8 @@ def compute_advantages(args: Namespace, data: RankData, dp_group: dist.ProcessGr
             )
     else:
         _estimate(args, data)
+    if args.use_opd:
+        _distill(args, data)
     if args.normalize_advantages:
         data.set_flat("advantages", whiten(data["advantages"], data["loss_masks"], dp_group))
 
@@ -47,10 +53,41 @@ def _estimate(args: Namespace, data: RankData) -> None:
         advantages = get_reinforce_plus_plus_returns(rewards, kl, masks, args.kl_coef, args.gamma)
     elif args.advantage_estimator == "reinforce_plus_plus_baseline":
         advantages = get_reinforce_plus_plus_baseline_advantages(rewards, kl, args.kl_coef)
+    elif args.advantage_estimator == "ppo":
+        advantages, returns = get_ppo_advantages_and_returns(
+            rewards, kl, data["values"], args.kl_coef, args.gamma, args.lambd
+        )
+        data.set_flat("advantages", advantages)
+        data.set_flat("returns", returns)
+        return
+    elif args.advantage_estimator == "on_policy_distillation":
+        advantages = [-d for d in _log_ratio_to_teacher(args, data)]
     else:
         raise ValueError(f"unknown advantage estimator {args.advantage_estimator!r}")
     data.set_flat("advantages", advantages)
     data.set_flat("returns", advantages)
+
+
+def _old_log_probs(args: Namespace, data: RankData) -> list[torch.Tensor]:
+    return data["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
+
+
+def _log_ratio_to_teacher(args: Namespace, data: RankData) -> list[torch.Tensor]:
+    """old - teacher, 0 on masked tokens; its mean estimates KL(policy || teacher)."""
+    return [
+        torch.where(mask.to(old.device) != 0, old - teacher.to(old.device), 0.0)
+        for old, teacher, mask in zip(
+            _old_log_probs(args, data), data["teacher_log_probs"], data["loss_masks"], strict=True
+        )
+    ]
+
+
+def _distill(args: Namespace, data: RankData) -> None:
+    """On-policy distillation: every token is paid for how likely the teacher finds it (arXiv 2306.13649)."""
+    reverse_kl = _log_ratio_to_teacher(args, data)
+    data.set_flat("opd_reverse_kl", reverse_kl)
+    pairs = zip(data["advantages"], reverse_kl, strict=True)
+    data.set_flat("advantages", [a - args.opd_kl_coef * d.to(a.device) for a, d in pairs])
 
 
 def _token_kl(args: Namespace, data: RankData) -> list[torch.Tensor]:
@@ -58,9 +95,8 @@ def _token_kl(args: Namespace, data: RankData) -> list[torch.Tensor]:
     masks = data["loss_masks"]
     if args.kl_coef == 0:
         return [torch.zeros_like(mask) for mask in masks]
-    old = data["rollout_log_probs" if args.use_rollout_logprobs else "log_probs"]
     kl = []
-    for log_probs, ref, mask in zip(old, data["ref_log_probs"], masks, strict=True):
+    for log_probs, ref, mask in zip(_old_log_probs(args, data), data["ref_log_probs"], masks, strict=True):
         estimate = approx_kl(log_probs, ref, args.kl_loss_type)
         kl.append(torch.where(mask.to(estimate.device) != 0, estimate, 0.0))
     data.set_flat("kl", kl)
@@ -84,15 +120,42 @@ def get_reinforce_plus_plus_returns(
     Those are -kl_coef * KL_t m_t, plus the sample's reward on its last unmasked token. A sample with no unmasked
     token has nowhere to put its reward and gets zeros.
     """
-    returns = []
+    token_rewards = []
     for reward, k, mask in zip(rewards, kl, loss_masks, strict=True):
         mask = mask.to(k.device)
-        token_rewards = -kl_coef * k * mask
-        unmasked = mask.nonzero()
-        if len(unmasked):
-            token_rewards[unmasked[-1, 0]] += float(reward)
-        returns.append(discounted_returns(token_rewards, gamma))
-    return returns
+        paid = -kl_coef * k * mask
+        if len(paid):
+            last = (mask * torch.arange(1, len(mask) + 1, device=k.device)).argmax()
+            paid[last] += float(reward) * (mask[last] != 0).to(paid.dtype)
+        token_rewards.append(paid)
+    return _discounted_per_sample(token_rewards, gamma)
+
+
+def get_ppo_advantages_and_returns(
+    rewards: Sequence[float],
+    kl: list[torch.Tensor],
+    values: list[torch.Tensor],
+    kl_coef: float,
+    gamma: float,
+    lambd: float,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) and its value targets A + V.
+
+    Token rewards are -kl_coef * KL_t, plus the sample's reward on its last response token, masked or not. With
+    delta_t = r_t + gamma V_{t+1} - V_t and V_{T+1} = 0, A_t is the sum of (gamma lambda)^k delta_{t+k}.
+
+    Args:
+        values: [response_length] per sample: the critic's output where token t is predicted.
+    """
+    deltas = []
+    for reward, k, value in zip(rewards, kl, values, strict=True):
+        token_rewards = -kl_coef * k.to(value.device, value.dtype)
+        if len(token_rewards):
+            token_rewards[-1] += float(reward)
+        following = torch.nn.functional.pad(value[1:], (0, 1)) if len(value) else value
+        deltas.append(token_rewards + gamma * following - value)
+    advantages = _discounted_per_sample(deltas, gamma * lambd)
+    return advantages, [a + value for a, value in zip(advantages, values, strict=True)]
 
 
 def get_reinforce_plus_plus_baseline_advantages(
@@ -102,17 +165,36 @@ def get_reinforce_plus_plus_baseline_advantages(
     return [float(reward) - kl_coef * k for reward, k in zip(rewards, kl, strict=True)]
 
 
-def discounted_returns(rewards: torch.Tensor, gamma: float) -> torch.Tensor:
-    """G_t = r_t + gamma * G_{t+1} along the last dimension, in log2(T) vector operations.
+def discounted_returns(rewards: torch.Tensor, gamma: float, lengths: Sequence[int] | None = None) -> torch.Tensor:
+    """G_t = r_t + gamma * G_{t+1} along the last dimension, as a scan of log2(T) vector operations.
 
     Doubling: after pass n each entry holds the discounted sum of the 2^n rewards from its position on.
+
+    Args:
+        rewards: [..., T].
+        lengths: the last dimension holds sequences of these lengths, one after the other, each with its own G.
     """
     out = rewards.clone()
+    size = out.shape[-1]
+    bounds = [size] if lengths is None else lengths
+    if size == 0:
+        return out
+    lengths_N = torch.tensor(bounds, dtype=torch.int64, device=out.device)
+    ends_T = lengths_N.cumsum(0).repeat_interleave(lengths_N, output_size=size)
+    left_T = ends_T - torch.arange(size, device=out.device)
     shift, discount = 1, gamma
-    while shift < out.shape[-1] and discount != 0:
-        out[..., :-shift] += discount * out[..., shift:]
+    while shift < max(bounds) and discount != 0:
+        further = torch.where(left_T[:-shift] > shift, out[..., shift:], 0.0)
+        out[..., :-shift] += discount * further
         shift, discount = 2 * shift, discount * discount
     return out
+
+
+def _discounted_per_sample(rewards: list[torch.Tensor], gamma: float) -> list[torch.Tensor]:
+    if not rewards:
+        return []
+    lengths = [len(r) for r in rewards]
+    return list(discounted_returns(torch.cat(rewards), gamma, lengths).split(lengths))
 
 
 def whiten(

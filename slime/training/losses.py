@@ -143,6 +143,27 @@ def compute_sft_loss(args: Namespace, mb: MicroBatch, log_probs_R: torch.Tensor,
     return loss, _detached({}, loss)
 
 
+def compute_value_loss(args: Namespace, mb: MicroBatch, values_R: torch.Tensor, reduce: Reducer) -> LossOutput:
+    """The critic's loss: max((V - R)^2, (V_old + clamp(V - V_old, +-value_clip) - R)^2), without a factor 1/2.
+
+    Args:
+        values_R: the critic's output where each response token is predicted, not divided by a temperature. V_old and
+            R are `mb.values` and `mb.returns`.
+
+    Metrics: loss, value_loss, value_clipfrac (where the clipped term is the larger one).
+    """
+    mask = mb.loss_masks != 0
+    # Masked positions may hold anything; zeros there keep values and gradients finite.
+    old = torch.where(mask, _required(mb.values, "values"), 0.0)
+    returns = torch.where(mask, _required(mb.returns, "returns"), 0.0)
+    values = torch.where(mask, values_R, 0.0)
+    unclipped = (values - returns).square()
+    clipped = (old + (values - old).clamp(-args.value_clip, args.value_clip) - returns).square()
+    loss = reduce(torch.maximum(unclipped, clipped))
+    metrics = {"value_loss": loss, "value_clipfrac": reduce((clipped > unclipped).to(values.dtype))}
+    return loss, _detached(metrics, loss)
+
+
 def compute_custom_loss(args: Namespace, mb: MicroBatch, logits: torch.Tensor, reduce: Reducer) -> LossOutput:
     """`--custom-loss-function-path`: `fn(args, batch, logits, sum_of_sample_mean) -> (loss, dict of scalars)`.
 

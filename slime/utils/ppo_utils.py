@@ -3,6 +3,7 @@
 from slime.training.advantages import (
     discounted_returns,
     get_grpo_returns,
+    get_ppo_advantages_and_returns,
     get_reinforce_plus_plus_baseline_advantages,
     get_reinforce_plus_plus_returns,
     whiten,
@@ -17,6 +18,7 @@ __all__ = [
     "compute_policy_loss",
     "discounted_returns",
     "get_grpo_returns",
+    "get_ppo_advantages_and_returns",
     "get_reinforce_plus_plus_baseline_advantages",
     "get_reinforce_plus_plus_returns",
     "whiten",

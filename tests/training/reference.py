@@ -56,6 +56,29 @@ def reinforce_plus_plus(reward, kls, mask, kl_coef, gamma):
     return discounted(token_rewards, gamma)
 
 
+def gae(reward, kls, values, kl_coef, gamma, lambd):
+    """Advantages and returns by the recursion A_t = delta_t + gamma lambda A_{t+1}."""
+    token_rewards = [-kl_coef * k for k in kls]
+    if token_rewards:
+        token_rewards[-1] += reward
+    out, running, following = [], 0.0, 0.0
+    for r, v in zip(reversed(token_rewards), reversed(values), strict=True):
+        running = r + gamma * following - v + gamma * lambd * running
+        following = v
+        out.append(running)
+    out = out[::-1]
+    return out, [a + v for a, v in zip(out, values, strict=True)]
+
+
+def value_tokens(values, old, returns, clip):
+    losses, clips = [], []
+    for v, o, r in zip(values, old, returns, strict=True):
+        plain, clipped = (v - r) ** 2, (o + min(max(v - o, -clip), clip) - r) ** 2
+        losses.append(max(plain, clipped))
+        clips.append(float(clipped > plain))
+    return losses, clips
+
+
 def whiten(values, masks):
     kept = [v for vs, ms in zip(values, masks, strict=True) for v, m in zip(vs, ms, strict=True) if m]
     mean = sum(kept) / len(kept)

@@ -5,7 +5,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slime.training.advantages import compute_advantages, discounted_returns, whiten
+from slime.training.advantages import (
+    compute_advantages,
+    discounted_returns,
+    get_ppo_advantages_and_returns,
+    whiten,
+)
 from tests.training import reference
 from tests.training.batches import make_args, random_batch, random_tokens, rank_data
 
@@ -14,9 +19,10 @@ pytestmark = pytest.mark.unit
 
 def case(**changes):
     batch = random_batch(seed=5)
-    columns = {"log_probs": random_tokens(1, batch), "ref_log_probs": random_tokens(2, batch)}
+    names = ("log_probs", "ref_log_probs", "values", "teacher_log_probs")
+    columns = {name: random_tokens(i + 1, batch) for i, name in enumerate(names)}
     (data,) = rank_data(batch, columns)
-    batch = {key: data[key] for key in ("rewards", "loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs")}
+    batch = {key: data[key] for key in ("rewards", "loss_masks", "rollout_log_probs", *names)}
     args = make_args(**changes)
     compute_advantages(args, data)
     return data, {key: [x if key == "rewards" else x.tolist() for x in values] for key, values in batch.items()}
@@ -75,6 +81,58 @@ def test_reinforce_plus_plus_baseline_and_whitening():
     assert_equal(data["returns"], want)
 
 
+@pytest.mark.parametrize("gamma, lambd", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+def test_ppo(gamma, lambd, kl_coef):
+    data, batch = case(advantage_estimator="ppo", gamma=gamma, lambd=lambd, kl_coef=kl_coef, kl_loss_type="k1")
+    kl = token_kl(batch, "k1")
+    want = [
+        reference.gae(*row, kl_coef, gamma, lambd) for row in zip(batch["rewards"], kl, batch["values"], strict=True)
+    ]
+    assert_equal(data["advantages"], [a for a, _ in want])
+    assert_equal(data["returns"], [r for _, r in want])
+    data, _ = case(
+        advantage_estimator="ppo",
+        gamma=gamma,
+        lambd=lambd,
+        kl_coef=kl_coef,
+        kl_loss_type="k1",
+        normalize_advantages=True,
+    )
+    assert_equal(data["advantages"], reference.whiten([a for a, _ in want], batch["loss_masks"]))
+    assert_equal(data["returns"], [r for _, r in want])
+
+
+def test_ppo_pays_on_the_last_response_token_also_where_it_is_masked():
+    batch = random_batch(0, samples=3)
+    batch["loss_masks"] = [[0] * n for n in batch["response_lengths"]]
+    (data,) = rank_data(batch, {"values": [torch.zeros(n).double() for n in batch["response_lengths"]]})
+    compute_advantages(make_args(advantage_estimator="ppo", gamma=1.0, lambd=0.0), data)
+    for reward, advantages in zip(batch["rewards"], data["advantages"], strict=True):
+        assert advantages.tolist() == [0.0] * (len(advantages) - 1) + [reward] * min(len(advantages), 1)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "on_policy_distillation"])
+@pytest.mark.parametrize("use_rollout_logprobs", [False, True])
+def test_distillation(estimator, use_rollout_logprobs):
+    changes = {"advantage_estimator": estimator, "use_rollout_logprobs": use_rollout_logprobs, "opd_kl_coef": 0.7}
+    data, batch = case(**changes, use_opd=estimator == "grpo")
+    old = batch["rollout_log_probs" if use_rollout_logprobs else "log_probs"]
+    reverse_kl = [
+        [(o - t) * m for o, t, m in zip(*rows, strict=True)]
+        for rows in zip(old, batch["teacher_log_probs"], batch["loss_masks"], strict=True)
+    ]
+    if estimator == "grpo":
+        want = [[r - 0.7 * d for d in ds] for r, ds in zip(batch["rewards"], reverse_kl, strict=True)]
+        assert_equal(data["opd_reverse_kl"], reverse_kl)
+        assert_equal(
+            data["returns"], [[r] * len(ds) for r, ds in zip(batch["rewards"], reverse_kl, strict=True)], 1e-6
+        )
+    else:
+        want = [[-d for d in ds] for ds in reverse_kl]
+    assert_equal(data["advantages"], want, 1e-6 if estimator == "grpo" else 1e-10)
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 63, 64, 65, 1000])
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_discounted_returns(length, gamma):
@@ -83,11 +141,22 @@ def test_discounted_returns(length, gamma):
     torch.testing.assert_close(discounted_returns(rewards, gamma), want, rtol=1e-12, atol=1e-12)
 
 
-def test_long_sequences_are_fast():
-    rewards = torch.randn(131_072)
+def test_discounted_returns_of_joined_sequences():
+    lengths = [3, 0, 17, 1, 64]
+    rewards = torch.randn(2, sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    got = discounted_returns(rewards, 0.9, lengths)
+    want = torch.cat([discounted_returns(piece, 0.9) for piece in rewards.split(lengths, -1)], -1)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_long_sequences_are_fast_and_exact():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(131_072, generator=generator)
     start = time.perf_counter()
-    discounted_returns(rewards, 0.999)
+    (advantages,), _ = get_ppo_advantages_and_returns([1.0], [torch.zeros(131_072)], [values], 0.0, 0.9999, 0.999)
     assert time.perf_counter() - start < 0.5
+    want, _ = reference.gae(1.0, [0.0] * 131_072, values.tolist(), 0.0, 0.9999, 0.999)
+    torch.testing.assert_close(advantages.double(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-4)
 
 
 def test_whiten_edge_cases():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slime.training.logprobs import log_probs_from_logits
-from slime.training.losses import compute_loss
+from slime.training.losses import compute_loss, compute_value_loss
 from slime.training.reducers import make_reducer
 from tests.training import reference
 from tests.training.batches import make_args, random_batch, random_tokens, rank_data
@@ -225,6 +225,43 @@ def test_sft_loss(per_token):
     _, split = problem.run(args, per_token, micro_batch_size=1, dp_size=3)
     for a, b in zip(grads, split, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_value_loss(per_token):
+    """Against the reference, for any cut; masked positions may hold anything."""
+    batch = random_batch(5)
+    values = random_tokens(1, batch)
+    columns = {"values": [v + n for v, n in zip(values, random_tokens(2, batch, 0.3), strict=True)]}
+    columns["returns"] = random_tokens(3, batch)
+    want = [
+        reference.value_tokens(*(x.tolist() for x in row), 0.2)
+        for row in zip(values, columns["values"], columns["returns"], strict=True)
+    ]
+    total = {
+        key: reference.aggregate([w[i] for w in want], batch["loss_masks"], batch["rollout_ids"], per_token)
+        for i, key in enumerate(("value_loss", "value_clipfrac"))
+    }
+    assert 0 < total["value_clipfrac"] < 1
+    grads = []
+    for cut in ({}, {"micro_batch_size": 1, "dp_size": 2}, {"max_tokens": 20, "dp_size": 3}):
+        leaves = [v.clone().requires_grad_() for v in values]
+        got = {}
+        for data in rank_data(batch, columns, **cut):
+            for index in range(len(data.steps[0])):
+                mb = data.micro_batch(0, index)
+                rows = [leaves[i - 100] for i in mb.sample_indices]
+                current = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.float64, requires_grad=True)
+                current = torch.where(mb.loss_masks != 0, current, float("nan"))
+                loss, metrics = compute_value_loss(make_args(), mb, current, make_reducer(mb, per_token))
+                loss.backward()
+                got = {key: got.get(key, 0.0) + value.item() for key, value in metrics.items()}
+        assert got.pop("loss") == got["value_loss"] and got == pytest.approx(total, rel=1e-10)
+        grads.append(leaves)
+    for cut in grads[1:]:
+        for a, b in zip(grads[0], cut, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-13)
+    assert torch.cat([leaf.grad for leaf in grads[0] if leaf.grad is not None]).isfinite().all()
 
 
 def custom_loss(args, batch, logits, sum_of_sample_mean):
