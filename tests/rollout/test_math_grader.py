@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime.rollout.rm_hub import async_rm
-from slime.rollout.rm_hub.math_answers import candidates, cheap_equal, label_answer, last_boxed
+from benchmarks import math_grader as benchmark
+from slime.rollout.rm_hub import async_rm, math_grader
+from slime.rollout.rm_hub.math_answers import candidates, cheap_equal, last_boxed
 from slime.rollout.rm_hub.math_grader import GraderPool
 from slime.utils.types import Sample
 from tests.rollout.support import make_args
@@ -58,6 +59,9 @@ def test_last_boxed(text, expected):
         ("answer: 12\nno, the answer is 13.\n", ["13"]),
         ("the answer is 20 - 2 = 18", ["20 - 2 = 18", "18"]),
         ("nothing at all", []),
+        ("The answer is **18**, as each of 3 boxes counts.", ["18"]),
+        ("The answer is -\\$18.", ["-\\$18"]),
+        ("#### 3e1", ["3e1"]),
     ],
 )
 def test_candidates(response, expected):
@@ -73,7 +77,9 @@ def test_candidates(response, expected):
         ("1/2", "\\frac{1}{2}"), ("0.5", "\\dfrac12"), ("3/2", "1\\frac{1}{2}"), ("3/2", "1 1/2"),
         ("50", "50\\%"), ("0.5", "50%"), ("18", "\\$18"), ("18", "18 dollars"), ("18", "18\\text{ km/h}"),
         ("-5", "\u22125"), ("18", "x = 18"), ("1500000", "1.5 million"), ("9", "9\\text{ cm}^2"),
-        ("90", "90^\\circ"), ("C", "\\text{C}"), ("Yes", "yes"), ("5", "5 m"), ("1/3", "0.3333333"),
+        ("90", "90^\\circ"), ("300", "3 \\times 10^2"), ("0.003", "3x10^{-3}"), ("1234567", "1\\,234\\,567"),
+        ("18", "\\left(18\\right)"), ("-18", "-\\$18"), ("1500", "1.5e3"),
+        ("C", "\\text{C}"), ("Yes", "yes"), ("5", "5 m"), ("1/3", "0.3333333"),
     ],
 )  # fmt: skip
 def test_plain_spellings_of_the_same(truth, answer):
@@ -86,7 +92,7 @@ def test_plain_spellings_of_the_same(truth, answer):
     [
         ("18", "19"), ("18", "118"), ("18", "1.8"), ("1234", "1,235"), ("1/2", "\\frac{1}{3}"),
         ("50", "0.5"), ("5", "-5"), ("18", "eighteen"), ("3", "3 thousand"), ("18", ""), ("50%", "0.5%"),
-        ("100001", "100000"),
+        ("100001", "100000"), ("3", "3 \\times 10^1"), ("18", "-\\$18"), ("3", "3e1"),
     ],
 )  # fmt: skip
 def test_plain_spellings_of_something_else(truth, answer):
@@ -99,35 +105,14 @@ def test_what_only_looks_like_a_number_is_not_decided_cheaply(answer):
     assert cheap_equal("2", answer) is not True
 
 
-FORMATS = (
-    "#### {a}",
-    "\\boxed{{{a}}}",
-    "The answer is {a}.",
-    "The answer is **{a}**.",
-    "So she has $\\boxed{{{c}}}$ in the end.",
-    "\\boxed{{\\${c}}}",
-    "\\boxed{{{a}.00}}",
-    "\\boxed{{{a}\\text{{ apples}}}}",
-    "\\[ x = \\boxed{{{c}}} \\]",
-    "Therefore it takes {c} hours in total.",
-    "Final answer: ${c} dollars",
-    "answer is: $\\frac{{{d}}}{{2}}$",
-)
-
-
 @pytest.mark.integration
-async def test_all_gsm8k_answers_in_many_formats():
-    rows = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
-    wrong = []
-    for label in rows:
-        value = int(label_answer(label).replace(",", ""))
-        for form in FORMATS:
-            for right in (value, value + 1, value * 10, -value):
-                spelled = form.format(a=right, c=f"{right:,}", d=2 * right)
-                reward, _ = await grade(f"Some 3 steps = 7 of work. {spelled}", label)
-                if reward != float(right == value):
-                    wrong.append((spelled, value, reward))
-    assert wrong == []
+@pytest.mark.parametrize("name", sorted(benchmark.FORMATS))
+async def test_gsm8k_answers_in_ten_formats(name):
+    labels = [json.loads(line)["answer"] for line in GSM8K.open(encoding="utf-8")][::80]
+    listed = list(benchmark.cases(labels, name))
+    rewards = await benchmark.grade_all(listed)
+    wrong = [case for case, reward in zip(listed, rewards, strict=True) if bool(reward) != case[2]]
+    assert wrong == [] and sum(right for _, _, right in listed) > 60
 
 
 @pytest.mark.integration
@@ -164,13 +149,10 @@ async def test_end_to_end_types():
 HOSTILE = {
     "power tower": "9^{9^{9^{9}}}",
     "nested parentheses": "(" * 900 + "1" + ")" * 900,
-    "nested fractions": "\\frac{1}{" * 300 + "2" + "}" * 300,
     "factorials": "9999999!!!",
     "import": "__import__('os').system('touch pwned')",
     "lambda": "(lambda: exit())()",
-    "surrogate": "\ud800",
     "newlines": '1"}\n{"truth": "1", "answer": "1',
-    "null": "\x00",
 }
 
 
@@ -178,12 +160,20 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_answers_cost_their_time_limit_and_no_more(pool, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pool.grade("a", "b", 20)  # the worker runs
+    assert pool.grade("2\\sqrt{5}", f"\\sqrt{{20}} + {len(name)} - {len(name)}", 20) == (True, None)
     started = time.monotonic()
     equal, _ = pool.grade("17", HOSTILE[name], 1.0)
     assert time.monotonic() - started < 3 and equal is False
-    assert pool.grade("2\\sqrt{5}", f"\\sqrt{{20}} + {len(name)} - {len(name)}", 20) == (True, None)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", sorted(benchmark.HOSTILE))
+async def test_hostile_responses_get_nothing_in_time(name):
+    math_grader.pool().grade("x", f"y + {len(name)}", 60.0)  # a worker runs
+    started = time.monotonic()
+    reward, _ = await grade(benchmark.HOSTILE[name], "17", rm_timeout_secs=0.5)
+    assert reward == 0.0 and time.monotonic() - started < 2.5
 
 
 @pytest.mark.integration

@@ -15,7 +15,7 @@ MAX_DIGITS = 400
 
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 _IN_TEXT = re.compile(
-    r"(?<![\w.])-?(?:[$€£¥]\s?)?-?(?:\d+\s+\d+/\d+|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)(?:\s*/\s*\d+)?\s?%?"
+    r"(?<![\w.])-?(?:\\?[$€£¥]\s?)?-?(?:\d+\s+\d+/\d+|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d*\.?\d+)(?:\s*/\s*\d+)?\s?%?"
 )
 _STATED = re.compile(r"answer\s*(?:is|was|=|:)+\s*:?", re.IGNORECASE)
 _FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
@@ -23,6 +23,8 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*
 _UNIT = re.compile(r"(?:\s*[a-zA-Z]{2,}|\s+[gmshLlJNWVAK])(?:[\s/]+[a-zA-Z.]+)*(?:\s*\^?\s*\{?[23]\}?)?")
 _SPACING = re.compile(r"\\[,;:! ]|\\q?quad(?![a-zA-Z])|~|\u00a0|\u202f|\u2009")
 _DECORATION = re.compile(r"\\(?:left|right|displaystyle|bigl|bigr|big)(?![a-zA-Z])")
+_THIN_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,:; !]|[\u202f\u2009\u00a0])(?=\d{3}(?!\d))")
+_POWER_OF_TEN = re.compile(r"\s*(?:\\times|×|\*|[xX])\s*10\s*\^\s*(?:\{\s*([+-]?\d{1,3})\s*\}|([+-]?\d{1,3})(?!\d))")
 _ASSIGNMENT = re.compile(r"^[a-zA-Z](?:_\{?\w\}?)?\s*=\s*")
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _NOT_UNITS = frozenset(
@@ -90,9 +92,16 @@ def candidates(response: str) -> list[str]:
 
 
 def _readings(sentence: str) -> list[str]:
-    """A statement as a whole, then the formula in it, else the number in it (the last when it is an equation)."""
-    sentence = sentence.strip().strip("*").strip()
+    """A statement as a whole, then the formula in it, else the number in it (the last when it is an equation).
+
+    What stands in bold at its start is the whole statement, and a statement that is a number is read as nothing else.
+    """
+    sentence = sentence.strip()
+    bold = re.match(r"\*\*\s*([^*]+?)\s*\*\*", sentence)
+    sentence = bold.group(1) if bold else sentence.strip("*").strip()
     found = [sentence]
+    if as_number(sentence) is not None:
+        return found
     formula = re.search(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", sentence)
     if formula:
         found.append(next(group for group in formula.groups() if group is not None))
@@ -109,7 +118,8 @@ def normalize(answer: str) -> str:
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)].strip()
-    text = _DECORATION.sub("", _SPACING.sub(" ", text.replace("{,}", ",")))
+    text = _THIN_SPACE_IN_NUMBER.sub("", text.replace("{,}", ","))
+    text = _DECORATION.sub("", _SPACING.sub(" ", text))
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\cfrac", "\\frac")
     text = text.replace("\\$", "$").replace("\\%", "%").replace("\u2212", "-").replace("\\cdot", "*")
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|°", "", text)
@@ -122,6 +132,7 @@ def as_number(answer: str) -> tuple[Fraction, bool] | None:
     text = _ASSIGNMENT.sub("", normalize(answer)[:MAX_DIGITS].replace("\\ ", " ")).strip()
     if len(answer) > MAX_DIGITS or not any(c.isdigit() for c in text):
         return None
+    text = re.sub(r"^\(([^(),]*)\)$", r"\1", text).strip()
     text = re.sub(r"^([+-]?)\s*[$€£¥]\s*", r"\1", text)
     text = re.sub(r"\s*[$€£¥]$", "", text)
     value, rest = _leading_number(text)
@@ -160,6 +171,9 @@ def _leading_number(text: str) -> tuple[Fraction | None, str]:
     value, rest = _parse(match.group(0)), body[match.end() :]
     if value is None:
         return None, text
+    power = _POWER_OF_TEN.match(rest)
+    if power:
+        return sign * value * Fraction(10) ** int(power.group(1) or power.group(2)), rest[power.end() :]
     mixed = re.match(r"\s*(?:\\frac\s*\{(\d+)\}\s*\{(\d+)\}|(?<=\s)(\d+)\s*/\s*(\d+))", rest) or re.match(
         r"\s+(?:and\s+)?()()(\d+)\s*/\s*(\d+)", rest
     )

@@ -100,6 +100,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
+        self.ready = False
 
     def grade(self, truth: str, answer: str, limit: float) -> tuple[bool, str | None]:
         request = json.dumps({"truth": truth, "answer": answer}).encode() + b"\n"
@@ -108,6 +109,7 @@ class _Worker:
                 return self.ask(request, limit)
             except TimeoutError:
                 self.kill()
+                self.spawn()  # it starts while nothing waits for it
                 return False, f"grading took longer than {limit:g} s"
             except (OSError, EOFError, ValueError):
                 self.kill()
@@ -115,13 +117,16 @@ class _Worker:
 
     def ask(self, request: bytes, limit: float) -> tuple[bool, str | None]:
         if self.process is None or self.process.poll() is not None:
-            self.start()
+            self.spawn()
+        if not self.ready:
+            self.wait_until_ready()
         self.process.stdin.write(request)
         self.process.stdin.flush()
         reply = json.loads(self.read_line(limit))
         return reply["equal"], reply["error"]
 
-    def start(self) -> None:
+    def spawn(self) -> None:
+        self.kill()
         self.process = subprocess.Popen(
             [sys.executable, WORKER_SCRIPT],
             stdin=subprocess.PIPE,
@@ -129,11 +134,14 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def wait_until_ready(self) -> None:
         try:
             self.read_line(START_SECONDS)
         except (TimeoutError, EOFError) as error:
             self.kill()
             raise RuntimeError(f"the math grader does not start: {sys.executable} {WORKER_SCRIPT}") from error
+        self.ready = True
 
     def read_line(self, limit: float) -> bytes:
         """One line of output. Replies are short, so a line arrives whole."""
@@ -146,7 +154,7 @@ class _Worker:
         return line
 
     def kill(self) -> None:
-        process, self.process = self.process, None
+        process, self.process, self.ready = self.process, None, False
         if process is not None:
             process.kill()
             process.wait()
