@@ -43,6 +43,8 @@ class MicroBatch:
     values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    opd_reverse_kl: torch.Tensor | None = None
+    """[R]; old - teacher log-prob, under on-policy distillation."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Per-sample lists that hooks may read (metadata, prompt, ...)."""
 

@@ -11,6 +11,7 @@ from argparse import Namespace
 import torch
 
 from slime.training.batch import MicroBatch
+from slime.training.corrections import opsm_dropped, vanilla_tis_function
 from slime.training.kl import approx_kl
 from slime.training.reducers import Reducer
 
@@ -99,42 +100,116 @@ def compute_policy_loss(
     The old policy is `mb.rollout_log_probs` under `--use-rollout-logprobs`, else `mb.old_log_probs`; when that is None
     (the separate log-prob pass was skipped) it is the current policy, detached.
 
-    Metrics: loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl; kl_loss with `--use-kl-loss`;
-    train_rollout_logprob_abs_diff when there are rollout log-probs.
+    Metrics: loss, pg_loss, entropy_loss, pg_clipfrac, ppo_kl; kl_loss with `--use-kl-loss`; opsm_clipfrac with
+    `--use-opsm`; ois (the ratio to the old policy) and those of the correction with `--use-tis` or
+    `--get-mismatch-metrics`; opd_reverse_kl with `--use-opd`; train_rollout_logprob_abs_diff when there are rollout
+    log-probs.
     """
     mask = mb.loss_masks != 0
     train_log_probs = log_probs_R.detach() if mb.old_log_probs is None else mb.old_log_probs
     old = _required(mb.rollout_log_probs, "rollout_log_probs") if args.use_rollout_logprobs else train_log_probs
     # Masked positions may hold anything; a zero there keeps values and gradients finite.
-    advantages = torch.where(mask, _required(mb.advantages, "advantages"), 0.0)
     log_ratio = torch.where(mask, old - log_probs_R, 0.0)
-    if args.advantage_estimator == "gspo":
-        log_ratio = sequence_mean(mb, log_ratio)
-    if args.advantage_estimator == "cispo":
-        pg, clipped = cispo_loss(log_ratio, log_probs_R, advantages, args.eps_clip, args.eps_clip_high)
-    else:
-        pg, clipped = clipped_policy_loss(log_ratio, advantages, args.eps_clip, args.eps_clip_high, args.eps_clip_c)
-    pg_loss, entropy = reduce(pg), reduce(entropy_R)
-    metrics = {
-        "pg_loss": pg_loss,
-        "entropy_loss": entropy,
-        "pg_clipfrac": reduce(clipped),
-        "ppo_kl": reduce(log_ratio),
-    }
-    loss = pg_loss
-    if args.entropy_coef != 0:
-        loss = loss - args.entropy_coef * entropy
+    pg, metrics = _token_losses(args, mb, log_ratio, log_probs_R)
+    metrics["entropy_loss"] = entropy_R
+    loss_masks = mb.loss_masks
+    if args.use_tis or args.get_mismatch_metrics:
+        corrected, modified, of_correction = _correct(args, mb, pg, train_log_probs)
+        metrics |= {"ois": torch.exp(-metrics["ppo_kl"].detach()), **of_correction}
+        if args.use_tis:
+            pg, loss_masks = corrected, modified
     if args.use_kl_loss:
         ref = torch.where(mask, _required(mb.ref_log_probs, "ref_log_probs"), log_probs_R.detach())
-        ratio = None
-        if args.use_unbiased_kl:
-            ratio = torch.exp(torch.where(mask, log_probs_R - old, 0.0))
-        metrics["kl_loss"] = reduce(approx_kl(log_probs_R, ref, args.kl_loss_type, ratio))
-        loss = loss + args.kl_loss_coef * metrics["kl_loss"]
+        ratio = torch.exp(torch.where(mask, log_probs_R - old, 0.0)) if args.use_unbiased_kl else None
+        metrics["kl_loss"] = approx_kl(log_probs_R, ref, args.kl_loss_type, ratio)
+    if mb.opd_reverse_kl is not None:
+        metrics["opd_reverse_kl"] = mb.opd_reverse_kl
     if mb.rollout_log_probs is not None:
-        difference = (train_log_probs - mb.rollout_log_probs).abs()
-        metrics["train_rollout_logprob_abs_diff"] = reduce(difference)
-    return loss, _detached(metrics, loss)
+        metrics["train_rollout_logprob_abs_diff"] = (train_log_probs - mb.rollout_log_probs).abs()
+
+    reduced = {name: reduce(value) for name, value in metrics.items()}
+    loss = reduced["pg_loss"] = _reduce_pg(args, mb, torch.where(mask, pg, 0.0), loss_masks, reduce)
+    if args.entropy_coef != 0:
+        loss = loss - args.entropy_coef * reduced["entropy_loss"]
+    if args.use_kl_loss:
+        loss = loss + args.kl_loss_coef * reduced["kl_loss"]
+    return loss, _detached(reduced, loss)
+
+
+def _token_losses(
+    args: Namespace, mb: MicroBatch, log_ratio: torch.Tensor, log_probs: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics) per token, before corrections. `log_ratio` (old - current) is 0 where masked."""
+    advantages = torch.where(mb.loss_masks != 0, _required(mb.advantages, "advantages"), 0.0)
+    of_sequence = sequence_mean(mb, log_ratio) if args.advantage_estimator == "gspo" or args.use_opsm else None
+    if args.advantage_estimator == "gspo":
+        log_ratio = of_sequence
+    if args.advantage_estimator == "cispo":
+        pg, clipped = cispo_loss(log_ratio, log_probs, advantages, args.eps_clip, args.eps_clip_high)
+    else:
+        pg, clipped = clipped_policy_loss(log_ratio, advantages, args.eps_clip, args.eps_clip_high, args.eps_clip_c)
+    metrics = {"pg_clipfrac": clipped, "ppo_kl": log_ratio}
+    if args.use_opsm:
+        metrics["opsm_clipfrac"] = opsm_dropped(advantages, of_sequence, args.opsm_delta)
+        pg = pg * (1 - metrics["opsm_clipfrac"])
+    return pg, metrics
+
+
+def _correct(
+    args: Namespace, mb: MicroBatch, pg_R: torch.Tensor, train_log_probs_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(corrected token losses, modified mask, token metrics), all [R], of `--custom-tis-function-path` or TIS.
+
+    Raises:
+        ValueError: what a custom function returned has another shape.
+    """
+    function = vanilla_tis_function
+    if args.custom_tis_function_path is not None:
+        from slime.utils.misc import load_function
+
+        function = load_function(args.custom_tis_function_path, "--custom-tis-function-path")
+    mask = mb.loss_masks != 0
+    rollout = _required(mb.rollout_log_probs, "rollout_log_probs")
+
+    def split(flat: torch.Tensor) -> list[torch.Tensor]:
+        return mb.split(flat) or [flat]
+
+    pg, masks, metrics = function(
+        args=args,
+        pg_loss=pg_R,
+        train_log_probs=split(torch.where(mask, train_log_probs_R, 0.0)),
+        rollout_log_probs=split(torch.where(mask, rollout, 0.0)),
+        loss_masks=split(mb.loss_masks),
+        total_lengths=mb.total_lengths or [mb.tokens.shape[0]],
+        response_lengths=mb.response_lengths or [0],
+    )
+    modified = torch.cat(list(masks))
+    for name, value in {"pg_loss": pg, "modified_masks": modified, **metrics}.items():
+        if value.shape != pg_R.shape:
+            raise ValueError(
+                f"{args.custom_tis_function_path}: {name} has the shape {tuple(value.shape)}, but there are "
+                f"{len(pg_R)} response tokens"
+            )
+    return pg, modified, {name: value.detach() for name, value in metrics.items()}
+
+
+def _reduce_pg(
+    args: Namespace, mb: MicroBatch, pg_R: torch.Tensor, loss_masks_R: torch.Tensor, reduce: Reducer
+) -> torch.Tensor:
+    """pg_loss over `loss_masks_R`, by `--custom-pg-loss-reducer-function-path` or `reduce`.
+
+    Masks that a correction changed take tokens out of the sum, while the denominators stay those of the rollout. A
+    custom reducer returns a sum over samples (over tokens with `--calculate-per-token-loss`).
+    """
+    if args.custom_pg_loss_reducer_function_path is None:
+        return reduce(torch.where(loss_masks_R != 0, pg_R * loss_masks_R, 0.0))
+    from slime.utils.misc import load_function
+
+    make = load_function(args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path")
+    reducer = make(mb.total_lengths, mb.response_lengths, mb.split(loss_masks_R), args.calculate_per_token_loss)
+    if not mb.response_lengths:
+        return pg_R.sum()
+    return reducer(pg_R) / (mb.num_tokens if args.calculate_per_token_loss else mb.num_rollouts)
 
 
 def compute_sft_loss(args: Namespace, mb: MicroBatch, log_probs_R: torch.Tensor, reduce: Reducer) -> LossOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,5 +29,26 @@ def make_reducer(mb: MicroBatch, per_token: bool) -> Reducer:
 
     def reduce(x_R: torch.Tensor) -> torch.Tensor:
         return (torch.where(mask, x_R, 0.0) * weights.to(x_R.dtype)).sum()
+
+    return reduce
+
+
+def get_sum_of_sample_mean(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[torch.Tensor],
+    calculate_per_token_loss: bool = False,
+) -> Reducer:
+    """`reduce(x_R) -> scalar` for plug-ins: a sum over whole samples, not scaled to the global batch.
+
+    The sum of the samples' masked means, each over at least one token; with `calculate_per_token_loss` the sum of all
+    unmasked tokens. This is what `--custom-pg-loss-reducer-function-path` stands for.
+    """
+    mask_R = torch.cat(list(loss_masks))
+    counts = [1.0 if calculate_per_token_loss else float(mask.sum().clamp(min=1)) for mask in loss_masks]
+    weights_R = torch.cat([mask.double() / count for mask, count in zip(loss_masks, counts, strict=True)])
+
+    def reduce(x_R: torch.Tensor) -> torch.Tensor:
+        return (torch.where(mask_R != 0, x_R, 0.0) * weights_R.to(x_R.dtype)).sum()
 
     return reduce

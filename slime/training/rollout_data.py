@@ -216,5 +216,6 @@ class RankData:
             values=flat("values"),
             advantages=flat("advantages"),
             returns=flat("returns"),
+            opd_reverse_kl=flat("opd_reverse_kl"),
             extra=taken,
         )

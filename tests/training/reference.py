@@ -70,6 +70,65 @@ def gae(reward, kls, values, kl_coef, gamma, lambd):
     return out, [a + v for a, v in zip(out, values, strict=True)]
 
 
+def sequence_log_ratio(d, mask):
+    return sum(x * m for x, m in zip(d, mask, strict=True)) / max(sum(mask), 1)
+
+
+def tis(args, train, rollout):
+    """Weight and metrics per token."""
+    ratios = [math.exp(a - b) for a, b in zip(train, rollout, strict=True)]
+    weights = [min(max(w, args.tis_clip_low), args.tis_clip) for w in ratios]
+    return weights, _tis_metrics(ratios, weights)
+
+
+def icepop(args, train, rollout):
+    ratios = [math.exp(a - b) for a, b in zip(train, rollout, strict=True)]
+    weights = [w if args.tis_clip_low <= w <= args.tis_clip else 0.0 for w in ratios]
+    return weights, _tis_metrics(ratios, weights)
+
+
+def _tis_metrics(ratios, weights):
+    return {
+        "tis": ratios,
+        "tis_clipfrac": [float(a != b) for a, b in zip(ratios, weights, strict=True)],
+        "tis_abs": [abs(w - 1) for w in ratios],
+    }
+
+
+def mis(args, train, rollout, mask):
+    """Weight (0 where a token leaves the loss) and metrics per token of one sample."""
+    d = [a - b for a, b in zip(train, rollout, strict=True)]
+    kept = [x for x, m in zip(d, mask, strict=True) if m]
+    if args.mis_level == "token":
+        logs = d
+    elif args.mis_level == "sequence":
+        logs = [sum(kept)] * len(d)
+    else:
+        logs = [sum(kept) / max(len(kept), 1)] * len(d)
+    ratios = [math.exp(min(max(x, -20.0), 20.0)) for x in logs]
+    low, high = args.mis_lower_bound, args.mis_upper_bound
+    veto = args.mis_veto_threshold is not None and any(math.exp(x) < args.mis_veto_threshold for x in kept)
+    weights = []
+    for w in ratios:
+        if args.mis_mode == "truncate":
+            weights.append(min(w, high))
+        elif args.mis_mode == "clip":
+            weights.append(max(low, min(w, high)))
+        else:
+            weights.append(w if low <= w <= high else 0.0)
+    if veto:
+        weights = [0.0] * len(weights)
+    return weights, {
+        "mis_ratio": ratios,
+        "mis_weight": weights,
+        "mis_low_frac": [float(w < low and args.mis_mode != "truncate") for w in ratios],
+        "mis_high_frac": [float(w > high) for w in ratios],
+        "mis_veto_frac": [float(veto)] * len(d),
+        "mis_kl": [-x for x in d],
+        "mis_k3_kl": [math.exp(x) - 1 - x for x in d],
+    }
+
+
 def value_tokens(values, old, returns, clip):
     losses, clips = [], []
     for v, o, r in zip(values, old, returns, strict=True):
@@ -102,8 +161,7 @@ def policy_tokens(args, pi, old, advantages, mask):
     """Per-token policy loss, clip indicator and log-ratio d of one sample."""
     d = [o - p for o, p in zip(old, pi, strict=True)]
     if args.advantage_estimator == "gspo":
-        mean = sum(x * m for x, m in zip(d, mask, strict=True)) / max(sum(mask), 1)
-        d = [mean] * len(d)
+        d = [sequence_log_ratio(d, mask)] * len(d)
     losses, clips = [], []
     for x, p, a in zip(d, pi, advantages, strict=True):
         ratio = math.exp(-x)

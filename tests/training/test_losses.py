@@ -5,12 +5,14 @@ import torch
 
 from slime.training.logprobs import log_probs_from_logits
 from slime.training.losses import compute_loss, compute_value_loss
-from slime.training.reducers import make_reducer
+from slime.training.reducers import get_sum_of_sample_mean, make_reducer
 from tests.training import reference
 from tests.training.batches import make_args, random_batch, random_tokens, rank_data
 
 pytestmark = pytest.mark.unit
 
+ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
+MIS = {"use_tis": True, "custom_tis_function_path": "slime.training.mis.mis_function"}
 ALGORITHMS = {
     "grpo": {},
     "clip_higher": {"eps_clip": 0.1, "eps_clip_high": 0.28},
@@ -21,7 +23,18 @@ ALGORITHMS = {
     "kl": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
     "unbiased_kl": {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_unbiased_kl": True},
     "rollout_old": {"use_rollout_logprobs": True},
+    "opsm": {"use_opsm": True, "opsm_delta": 0.05},
+    "gspo_opsm": {"advantage_estimator": "gspo", "eps_clip": 0.05, "use_opsm": True, "opsm_delta": 0.05},
+    "tis": {"use_tis": True, "tis_clip": 1.5, "tis_clip_low": 0.4},
+    "cispo_tis": {"advantage_estimator": "cispo", "eps_clip": 1.0, "use_tis": True, "tis_clip": 1.5},
+    "mismatch": {"get_mismatch_metrics": True},
+    "icepop": {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.5, "custom_tis_function_path": ICEPOP},
+    "mis_token_mask": {**MIS, "mis_mode": "mask"},
+    "mis_token_clip": {**MIS, "mis_mode": "clip"},
+    "mis_sequence": {**MIS, "mis_level": "sequence", "mis_upper_bound": 1.2, "mis_veto_threshold": 0.05},
+    "mis_geometric": {**MIS, "mis_level": "geometric", "mis_mode": "mask", "mis_veto_threshold": 0.05},
 }
+REDUCER = "slime.backends.megatron_utils.cp_utils.get_sum_of_sample_mean"
 VOCAB = 6
 
 
@@ -36,6 +49,11 @@ class Problem:
         self.targets = [torch.randint(0, VOCAB, (n,), generator=generator) for n in sizes]
         current = [log_probs_from_logits(*pair)[0] for pair in zip(self.logits, self.targets, strict=True)]
         noise = random_tokens(seed + 1, self.batch, 0.3)
+        # The engine's log-probs are those of the old policy, more or less.
+        mismatch = random_tokens(seed + 3, self.batch, 0.7)
+        self.batch["rollout_log_probs"] = [
+            (c + n + m).tolist() for c, n, m in zip(current, noise, mismatch, strict=True)
+        ]
         self.columns = {
             "log_probs": [c + n for c, n in zip(current, noise, strict=True)],
             "ref_log_probs": [c - 2 * n for c, n in zip(current, noise, strict=True)],
@@ -94,8 +112,20 @@ def test_against_reference(name, per_token):
         ]
         for rows in zip(pi, columns["ref_log_probs"], old, strict=True)
     ]
+    pg, of_correction = corrected(args, batch, columns, rollout, [losses for losses, _, _ in tokens])
+    if args.use_opsm:
+        gone = [
+            [float(a < 0 and d > args.opsm_delta) for a in advantages]
+            for advantages, d in zip(columns["advantages"], sequence_log_ratios(batch, old, pi), strict=True)
+        ]
+        pg = [[x * (1 - g) for x, g in zip(*row, strict=True)] for row in zip(pg, gone, strict=True)]
+        of_correction["opsm_clipfrac"] = gone
+        assert any(1.0 in row for row in gone)
+    if args.use_tis or args.get_mismatch_metrics:
+        of_correction["ois"] = [[math.exp(-x) for x in d] for _, _, d in tokens]
     want = {
-        "pg_loss": [losses for losses, _, _ in tokens],
+        **of_correction,
+        "pg_loss": pg,
         "pg_clipfrac": [clips for _, clips, _ in tokens],
         "ppo_kl": [d for _, _, d in tokens],
         "entropy_loss": [[h for _, h in row] for row in table],
@@ -117,6 +147,37 @@ def test_against_reference(name, per_token):
     for key, value in want.items():
         assert got[key].item() == pytest.approx(value, rel=1e-10, abs=1e-12), key
     assert 0 < want["pg_clipfrac"] < 1
+
+
+def corrected(args, batch, columns, rollout, pg):
+    """Token losses with the reference's correction, and its metrics."""
+    if not args.use_tis and not args.get_mismatch_metrics:
+        return pg, {}
+    pairs = list(zip(columns["log_probs"], rollout, strict=True))
+    if args.custom_tis_function_path == ICEPOP:
+        parts = [reference.icepop(args, *pair) for pair in pairs]
+    elif args.custom_tis_function_path is not None:
+        parts = [reference.mis(args, *pair, mask) for pair, mask in zip(pairs, batch["loss_masks"], strict=True)]
+    else:
+        parts = [reference.tis(args, *pair) for pair in pairs]
+    metrics = {key: [m[key] for _, m in parts] for key in parts[0][1]}
+    weights = [w for w, _ in parts]
+    touched = [
+        abs(w - math.exp(a - b)) > 1e-9
+        for ws, (train, mu) in zip(weights, pairs, strict=True)
+        for w, a, b in zip(ws, train, mu, strict=True)
+    ]
+    assert any(touched)
+    if args.use_tis:
+        pg = [[x * w for x, w in zip(*row, strict=True)] for row in zip(pg, weights, strict=True)]
+    return pg, metrics
+
+
+def sequence_log_ratios(batch, old, pi):
+    return [
+        reference.sequence_log_ratio([o - p for o, p in zip(os, ps, strict=True)], mask)
+        for os, ps, mask in zip(old, pi, batch["loss_masks"], strict=True)
+    ]
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -143,7 +204,7 @@ def test_any_cut_gives_the_same_loss_and_gradient(name, per_token):
     assert sum(g.abs().sum() for g in want_grads) > 0
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"cispo"}))
+@pytest.mark.parametrize("name", sorted(name for name in ALGORITHMS if "cispo" not in name))
 def test_gradient_is_the_derivative(name):
     """Central differences of the loss on some logits. CISPO's weight is detached, so it has a test of its own."""
     args = make_args(**ALGORITHMS[name])
@@ -168,7 +229,9 @@ def test_cispo_gradient_is_weighted_reinforce():
     torch.testing.assert_close(pi.grad, -1.2 * mb.advantages * mb.loss_masks)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dual_clip", "gspo", "cispo", "kl"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dual_clip", "gspo", "cispo", "kl", "opsm", "gspo_opsm", "tis", "icepop", "mis_token_clip"]
+)
 @pytest.mark.parametrize("skipped_pass", [False, True])
 def test_first_step_is_exactly_zero(name, skipped_pass):
     """Old log-probs bit-equal, or none because the pass was skipped: ppo_kl, pg_clipfrac, kl_loss are 0.0."""
@@ -182,7 +245,8 @@ def test_first_step_is_exactly_zero(name, skipped_pass):
     pi = torch.cat([current[i - 100] for i in mb.sample_indices]).requires_grad_()
     loss, metrics = compute_loss(make_args(**ALGORITHMS[name]), mb, pi, pi.detach(), make_reducer(mb, False))
     assert metrics["ppo_kl"].item() == 0 and metrics["pg_clipfrac"].item() == 0
-    assert metrics.get("kl_loss", torch.zeros(())).item() == 0
+    assert all(metrics.get(key, torch.zeros(())).item() == 0 for key in ("kl_loss", "opsm_clipfrac"))
+    assert "ois" not in metrics or metrics["ois"] == make_reducer(mb, False)(torch.ones_like(pi))
     loss.backward()
     assert pi.grad.abs().sum() > 0
 
@@ -287,9 +351,77 @@ def test_custom_loss():
         compute_loss(args, mb, torch.zeros(0), None, reduce)
 
 
+def test_sum_of_sample_mean():
+    masks = [torch.tensor([1.0, 0.0, 1.0]), torch.zeros(2), torch.ones(1)]
+    x = torch.tensor([1.0, float("nan"), 3.0, 5.0, 5.0, 7.0], requires_grad=True)
+    reduce = get_sum_of_sample_mean([5, 4, 2], [3, 2, 1], masks)
+    assert reduce(x).item() == 2 + 0 + 7
+    reduce(x).backward()
+    assert x.grad.tolist() == [0.5, 0, 0.5, 0, 0, 1]
+    assert get_sum_of_sample_mean([5, 4, 2], [3, 2, 1], masks, True)(x).item() == 11
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_custom_pg_loss_reducer(per_token):
+    """It reduces pg_loss alone, over the masks that a correction left, for any cut."""
+    problem = Problem(seed=9)
+    # Without trajectories of several samples the plug-in's denominators are the default ones.
+    problem.batch["rollout_ids"] = list(range(9))
+    common = {"calculate_per_token_loss": per_token, "entropy_coef": 0.1, **ALGORITHMS["tis"]}
+    want, want_grads = problem.run(make_args(**common), per_token)
+    args = make_args(**common, custom_pg_loss_reducer_function_path=REDUCER)
+    for cut in ({}, {"micro_batch_size": 2, "dp_size": 2}):
+        got, grads = problem.run(args, per_token, **cut)
+        assert {k: v.item() for k, v in got.items()} == pytest.approx({k: v.item() for k, v in want.items()}, rel=1e-9)
+        for a, b in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
+
+
+def drop_first_tokens(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, **kw):
+    masks = [mask.clone() for mask in loss_masks]
+    for mask in masks:
+        mask[:2] = 0
+    seen = torch.full_like(pg_loss, float(len(total_lengths)))
+    return 2 * pg_loss, masks, {"seen": seen}
+
+
+def test_custom_correction_keeps_denominators_and_original_masks_for_metrics():
+    problem = Problem(seed=9)
+    path = f"{__name__}.drop_first_tokens"
+    got, _ = problem.run(make_args(use_tis=True, custom_tis_function_path=path))
+    kept = [[2.0 * (t >= 2) for t in range(n)] for n in problem.batch["response_lengths"]]
+    pi = [
+        [reference.log_softmax(z, 1.0)[t] for z, t in zip(zs.tolist(), ts.tolist(), strict=True)]
+        for zs, ts in zip(problem.logits, problem.targets, strict=True)
+    ]
+    columns = {k: [x.tolist() for x in v] for k, v in problem.columns.items()}
+    masks, ids = problem.batch["loss_masks"], problem.batch["rollout_ids"]
+    rows = zip(pi, columns["log_probs"], columns["advantages"], masks, strict=True)
+    pg = [reference.policy_tokens(make_args(), *row)[0] for row in rows]
+    pg = [[x * k for x, k in zip(*row, strict=True)] for row in zip(pg, kept, strict=True)]
+    assert got["pg_loss"].item() == pytest.approx(reference.aggregate(pg, masks, ids, False), rel=1e-10)
+    seen = reference.aggregate([[9.0] * len(m) for m in masks], masks, ids, False)
+    assert got["seen"].item() == pytest.approx(seen)
+    # Metrics alone: the loss is the uncorrected one.
+    plain, _ = problem.run(make_args())
+    metrics, _ = problem.run(make_args(get_mismatch_metrics=True, custom_tis_function_path=path))
+    assert metrics["loss"] == plain["loss"] and metrics["seen"].item() == pytest.approx(seen)
+
+
+def wrong_shape(*, pg_loss, loss_masks, **kwargs):
+    return pg_loss, loss_masks, {"mean": pg_loss.mean()}
+
+
+def test_wrong_shapes_of_a_custom_correction_are_named():
+    args = make_args(use_tis=True, custom_tis_function_path=f"{__name__}:wrong_shape")
+    with pytest.raises(ValueError, match=r"wrong_shape: mean has the shape \(\), but there are \d+ response tokens"):
+        Problem().run(args)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"use_tis": True}, "needs rollout_log_probs"),
         ({"use_rollout_logprobs": True}, "needs rollout_log_probs"),
         ({"use_kl_loss": True}, "needs ref_log_probs"),
         ({"loss_type": "nope"}, "unknown --loss-type 'nope'"),
