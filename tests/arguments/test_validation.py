@@ -54,9 +54,14 @@ class TestDevices:
     def test_nccl_needs_cuda(self, one_error):
         assert "needs --device cuda" in one_error("--distributed-backend", "nccl")
 
-    def test_context_parallelism_is_to_come(self, setup, one_error):
-        assert setup.load("--context-parallel-size", "1").context_parallel_size == 1
-        assert "not available yet" in one_error("--context-parallel-size", "2")
+    def test_context_parallel_ranks_divide_the_trainers_and_the_heads(self, setup, one_error):
+        assert setup.load("--context-parallel-size", "2").context_parallel_size == 2
+        assert "must divide the 2 trainer GPUs" in one_error("--context-parallel-size", "4")
+        model = setup.write_model("narrow", num_attention_heads=3, num_key_value_heads=3)
+        message = one_error("--context-parallel-size", "2", "--hf-checkpoint", model)
+        assert "cannot share 3 attention heads with 3 key/value heads" in message and "divisor of 3" in message
+        flags = ("--loss-type", "custom_loss", "--custom-loss-function-path", "math.sqrt")
+        assert "logits of whole rows" in one_error("--context-parallel-size", "2", *flags)
 
     def test_embedded_engine_has_one_device(self, one_error):
         assert "not available yet" in one_error("--rollout-num-gpus-per-engine", "2")

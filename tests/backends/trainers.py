@@ -67,7 +67,8 @@ def rollout_parts(args: Namespace, batch: dict, dp_size: int) -> list[dict]:
 def train_rollout(trainer: FSDPTrainRayActor, rollout_id: int, seed: int | None = None) -> dict[str, float]:
     """Train on a random rollout, the same one for every world size."""
     batch = rollout_batch(rollout_id if seed is None else seed)
-    part = rollout_parts(trainer.args, batch, trainer.world_size)[trainer.rank]
+    dp_size = trainer.world_size // trainer.cp.size
+    part = rollout_parts(trainer.args, batch, dp_size)[trainer.dp_rank]
     return trainer.train_on(rollout_id, RankData(part))
 
 
@@ -79,7 +80,7 @@ class ExactTrainer(FSDPTrainRayActor):
 
         self.dtype = torch.float64
         options = ModelOptions(path, torch.float64, torch.float64, self.args.gradient_checkpointing)
-        return build_policy(options, self.mesh, self.device)
+        return build_policy(options, self.mesh, self.device, self.cp)
 
 
 def parameters_of(trainer: FSDPTrainRayActor) -> dict[str, torch.Tensor]:

@@ -59,7 +59,10 @@ FAMILY = Family(
             pending="checkpoints are written from the training device",
         ),
         Flag(
-            "--context-parallel-size", integer, 1, "Ranks that share one sequence; more than 1 is not available yet."
+            "--context-parallel-size",
+            integer,
+            1,
+            "Ranks that share each sequence; they must divide the trainer GPUs and share the attention heads.",
         ),
         Flag("--deterministic-mode", action=STORE_TRUE, help="Deterministic kernels: equal runs, bit for bit."),
         Flag("--seed", integer, 1234, "Seed of the trainer; engine i uses seed + i."),

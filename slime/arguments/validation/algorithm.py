@@ -63,6 +63,13 @@ def _check_custom_loss(args: Namespace, problems: Problems) -> None:
             f"has no effect with --loss-type {args.loss_type}",
             "add --loss-type custom_loss",
         )
+    if args.loss_type == "custom_loss" and args.context_parallel_size > 1:
+        problems.add(
+            "--loss-type",
+            "custom_loss",
+            "gets the logits of whole rows, which no rank has under --context-parallel-size",
+            "use --context-parallel-size 1",
+        )
     if args.custom_advantage_function_path is not None and not args.compute_advantages_and_returns:
         problems.add(
             "--custom-advantage-function-path",

@@ -40,10 +40,6 @@ def complete_devices(args: Namespace, problems: Problems) -> None:
         args.distributed_backend = "nccl" if args.device == "cuda" else "gloo"
     elif args.distributed_backend == "nccl" and args.device == "cpu":
         problems.add("--distributed-backend", "nccl", "needs --device cuda", "use gloo, or leave it out")
-    if args.context_parallel_size > 1:
-        problems.add(
-            "--context-parallel-size", args.context_parallel_size, f"not available yet: {pending.CONTEXT_PARALLEL}"
-        )
     if args.rollout_num_gpus_per_engine > 1 and args.rollout_engine == "embedded":
         problems.add(
             "--rollout-num-gpus-per-engine",
@@ -57,6 +53,12 @@ def complete_sizes(args: Namespace, problems: Problems) -> None:
     """Who gets how many GPUs, and what is offloaded."""
     _complete_offload(args, problems)
     actor = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if actor % args.context_parallel_size and not args.debug_rollout_only:
+        problems.add(
+            "--context-parallel-size",
+            args.context_parallel_size,
+            f"must divide the {actor} trainer GPUs (--actor-num-nodes x --actor-num-gpus-per-node)",
+        )
     if args.debug_train_only:
         args.colocate = args.offload_train = args.offload_rollout = False
         args.rollout_num_gpus = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from argparse import Namespace
 from typing import Any
@@ -20,6 +21,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         return
     check_weights(args.hf_checkpoint, "--hf-checkpoint", problems)
     _check_lengths(args, context_of(config), problems)
+    _check_heads(args, config, problems)
 
 
 def check_evaluation(args: Namespace, problems: Problems) -> None:
@@ -80,9 +82,14 @@ def check_weights(path: str, flag: str, problems: Problems) -> None:
         problems.add(flag, path, rule, "finish the download or conversion")
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of config.json that describes the language model."""
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
+
+
 def context_of(config: dict[str, Any]) -> int | None:
     """Longest sequence in tokens that the model was made for; None when config.json does not bound it."""
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    text = text_config(config)
     if text.get("rope_scaling"):
         return None
     length = text.get("max_position_embeddings")
@@ -99,6 +106,19 @@ def _check_lengths(args: Namespace, model_context: int | None, problems: Problem
     limit, name = _tightest(args, model_context, flags)
     if limit is not None and not args.debug_train_only:  # without engines nothing is generated
         _check_pair("rollout", args.rollout_max_prompt_len, args.rollout_max_response_len, limit, name, problems)
+
+
+def _check_heads(args: Namespace, config: dict[str, Any], problems: Problems) -> None:
+    """Context-parallel ranks share attention heads."""
+    text, size = text_config(config), args.context_parallel_size
+    heads = text.get("num_attention_heads")
+    kv_heads = text.get("num_key_value_heads") or heads
+    if not heads or size == 1:
+        return
+    repeat = size // math.gcd(kv_heads, size)
+    if heads % (kv_heads * repeat):
+        rule = f"cannot share {heads} attention heads with {kv_heads} key/value heads evenly"
+        problems.add("--context-parallel-size", size, rule, f"use a divisor of {math.gcd(heads, kv_heads)}")
 
 
 def _value(args: Namespace, flag: str) -> Any:

@@ -87,7 +87,7 @@ class FSDPTrainRayActor(FSDPTrainer):
         metrics = {f"train/{key}": sum(step[key] for step in steps) / len(steps) for key in steps[0]}
         metrics["train/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
         metrics["train/step"] = self.optimizer.steps_done
-        return metrics | rollout_means(data, self.mesh.get_group(), self.device)
+        return metrics | rollout_means(data, self.dp_group, self.device)
 
     def _prepare(self, data: RankData, old_policy: HostCopy | None) -> None:
         """Log-probs of the reference, the teacher and the old policy where they are needed, then advantages."""
@@ -108,7 +108,7 @@ class FSDPTrainRayActor(FSDPTrainer):
             if entropy is not None:
                 data.set_flat("entropy", entropy)
         if args.compute_advantages_and_returns and args.loss_type != "sft_loss":
-            compute_advantages(args, data, self.mesh.get_group())
+            compute_advantages(args, data, self.dp_group)
 
     def _old_policy(self, data: RankData) -> HostCopy | None:
         """`--keep-old-actor`: the weights that generated this rollout, if they are not the current ones."""
@@ -181,7 +181,7 @@ class FSDPTrainRayActor(FSDPTrainer):
         hook(*forms.get(len(parameters(hook)), (self.args, rollout_id, data)))
 
     def _dump_train_data(self, rollout_id: int, data: RankData) -> None:
-        if self.args.save_debug_train_data is None:
+        if self.args.save_debug_train_data is None or self.cp.rank != 0:
             return
         path = Path(self.args.save_debug_train_data.format(rollout_id=rollout_id, rank=self.rank))
         path.parent.mkdir(parents=True, exist_ok=True)

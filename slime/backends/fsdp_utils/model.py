@@ -18,9 +18,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from slime.modeling.attention import PackedSequences
+from slime.modeling.attention import AttentionContext, PackedSequences
+from slime.modeling.context_parallel import ShardedSequences
 from slime.modeling.hf import empty_causal_lm, load_causal_lm
 from slime.training.batch import MicroBatch
+from slime.training.context_parallel import ALONE, ContextParallel, LocalRow, local_row
 from slime.training.logprobs import log_probs_from_logits, token_log_probs
 
 # Config fields by which models change their logits after the output head. They take the path through full logits.
@@ -35,11 +37,16 @@ LOGIT_TRANSFORMS = (
 
 
 class PolicyModel(nn.Module):
-    """Log-probs of the response tokens of a micro-batch."""
+    """Log-probs of the response tokens of a micro-batch.
 
-    def __init__(self, model: nn.Module, gradient_checkpointing: bool = False):
+    With context parallelism every rank of the group calls it with the same micro-batch, computes its part of the
+    tokens, and gets the values of all.
+    """
+
+    def __init__(self, model: nn.Module, gradient_checkpointing: bool = False, cp: ContextParallel = ALONE):
         super().__init__()
         self.model = model.eval()
+        self.cp = cp
         self.plain_head = all(getattr(model.config, name, None) in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
         if gradient_checkpointing:
             for layer in decoder_layers(model):
@@ -59,35 +66,43 @@ class PolicyModel(nn.Module):
         Both are of the distribution softmax(logits / temperature); the logits come undivided, for custom losses.
         The entropy has a gradient only with `entropy_grad`.
         """
+        row = local_row(batch, self.cp)
         inputs = {
-            "input_ids": batch.tokens[None],
-            "position_ids": batch.position_ids[None],
-            "attention_context": PackedSequences(batch.sequence_lengths, batch.tokens.device),
+            "input_ids": row.tokens[None],
+            "position_ids": row.position_ids[None],
+            "attention_context": self.attention_context(row),
             "use_cache": False,
         }
-        targets_R = batch.response_token_indices
-        rows_R = targets_R - 1
-        labels_R = batch.tokens[targets_R]
         if with_logits or not self.plain_head:
-            logits = self.model(**inputs, logits_to_keep=0 if with_logits else rows_R).logits
-            picked_RV = logits[0, rows_R] if with_logits else logits[0]
-            log_probs_R, entropy_R = log_probs_from_logits(
-                picked_RV, labels_R, temperature, with_entropy, entropy_grad, chunk_size
+            logits = self.model(**inputs, logits_to_keep=0 if with_logits else row.rows).logits
+            picked_KV = logits[0, row.rows] if with_logits else logits[0]
+            log_probs_K, entropy_K = log_probs_from_logits(
+                picked_KV, row.labels, temperature, with_entropy, entropy_grad, chunk_size
             )
-            return log_probs_R, entropy_R, logits if with_logits else None
+            return *self._gathered(row, log_probs_K, entropy_K), logits if with_logits else None
         hidden_TD = self.model.base_model(**inputs).last_hidden_state[0]
         head = self.model.get_output_embeddings()
-        log_probs_R, entropy_R = token_log_probs(
-            hidden_TD[rows_R],
+        log_probs_K, entropy_K = token_log_probs(
+            hidden_TD[row.rows],
             head.weight,
-            labels_R,
+            row.labels,
             temperature=temperature,
             bias=head.bias,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=chunk_size,
         )
-        return log_probs_R, entropy_R, None
+        return *self._gathered(row, log_probs_K, entropy_K), None
+
+    def attention_context(self, row: LocalRow) -> AttentionContext:
+        """How the tokens of `row` attend to each other."""
+        if self.cp.size == 1:
+            return PackedSequences(row.lengths, row.tokens.device)
+        return ShardedSequences(row.lengths, self.cp.group, row.tokens.device)
+
+    @staticmethod
+    def _gathered(row: LocalRow, log_probs_K, entropy_K) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return row.gather(log_probs_K), None if entropy_K is None else row.gather(entropy_K)
 
     def hf_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters under the names of the Hugging Face module; tied ones once."""
@@ -138,7 +153,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def build_policy(options: ModelOptions, mesh: DeviceMesh, device: torch.device) -> PolicyModel:
+def build_policy(
+    options: ModelOptions, mesh: DeviceMesh, device: torch.device, cp: ContextParallel = ALONE
+) -> PolicyModel:
     """Load the checkpoint and shard it over `mesh` (1-D).
 
     Rank 0 alone reads the files; unit by unit the weights are broadcast, sharded and freed, so a rank never holds
@@ -146,13 +163,13 @@ def build_policy(options: ModelOptions, mesh: DeviceMesh, device: torch.device) 
     """
     if mesh.size() == 1 and options.compute_dtype == options.param_dtype and not options.cpu_offload:
         model = load_causal_lm(options.path, options.param_dtype, device, options.trust_remote_code)
-        return PolicyModel(model, options.gradient_checkpointing)
+        return PolicyModel(model, options.gradient_checkpointing, cp)
 
     if mesh.get_rank() == 0:
         model = load_causal_lm(options.path, options.param_dtype, "cpu", options.trust_remote_code)
     else:
         model = empty_causal_lm(options.path, options.param_dtype, options.trust_remote_code)
-    policy = PolicyModel(model, options.gradient_checkpointing)
+    policy = PolicyModel(model, options.gradient_checkpointing, cp)
     shard = partial(
         fully_shard,
         mesh=mesh,

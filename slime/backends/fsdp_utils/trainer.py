@@ -20,6 +20,7 @@ from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
 from slime.observability.timer import Timer
 from slime.ray.train_actor import TrainRayActor
 from slime.training.batch import MicroBatch
+from slime.training.context_parallel import ALONE, ContextParallel
 from slime.training.losses import LossOutput
 from slime.training.rollout_data import RankData
 
@@ -44,6 +45,7 @@ class FSDPTrainer(TrainRayActor):
         torch.manual_seed(args.seed + self.rank)
         self.join_world(args.distributed_backend, args.distributed_timeout_minutes)
         self.mesh = init_device_mesh(self.device.type, (self.world_size,))
+        self._split_world(args.context_parallel_size)
         self.dtype = getattr(torch, args.dtype)
 
         self.model = self._build(args.ref_load or args.hf_checkpoint)
@@ -60,6 +62,15 @@ class FSDPTrainer(TrainRayActor):
     def _copy_initial_weights(self, with_ref: bool) -> None:
         """What a role keeps of the weights that the run started from; called before a checkpoint is read."""
 
+    def _split_world(self, cp_size: int) -> None:
+        """Ranks next to each other share sequences (`cp`); ranks `cp_size` apart have other samples (`dp_group`)."""
+        self.dp_rank, self.dp_group, self.cp = self.rank, self.mesh.get_group(), ALONE
+        if cp_size > 1:
+            shape = (self.world_size // cp_size, cp_size)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp", "cp"))
+            self.dp_rank, self.dp_group = mesh.get_local_rank("dp"), mesh.get_group("dp")
+            self.cp = ContextParallel.of(mesh.get_group("cp"))
+
     def _build(self, path: str) -> PolicyModel:
         args = self.args
         options = ModelOptions(
@@ -69,7 +80,7 @@ class FSDPTrainer(TrainRayActor):
             cpu_offload=args.fsdp_cpu_offload,
             trust_remote_code=args.trust_remote_code,
         )
-        return build_policy(options, self.mesh, self.device)
+        return build_policy(options, self.mesh, self.device, self.cp)
 
     def _build_optimizer(self) -> Optimizer:
         args = self.args
@@ -108,7 +119,7 @@ class FSDPTrainer(TrainRayActor):
         self.timer.add("train_wait", time.perf_counter() - self._last_train_end)
         with self.timer("train"):
             with self.timer("data_preprocess"):
-                data = RankData(ray.get(refs[self.mesh.get_rank()]))
+                data = RankData(ray.get(refs[self.dp_rank]))
             metrics = self.train_on(rollout_id, data)
         metrics |= self._perf_metrics(data)
         self._last_train_end = time.perf_counter()
@@ -126,11 +137,11 @@ class FSDPTrainer(TrainRayActor):
             self.model.set_gradient_sync(index == count - 1)
             batch = data.micro_batch(step, index, self.device)
             loss, metrics = self._loss(batch, data.steps[step][index])
-            # FSDP averages gradients over the ranks; the loss is a sum over them.
+            # FSDP averages gradients over all ranks; each has its share of their sum.
             (loss * self.world_size).backward()
             for name, value in metrics.items():
                 totals[name] = totals.get(name, 0.0) + value.double()
-        out = sum_over_ranks(totals, self.mesh.get_group(), self.device)
+        out = sum_over_ranks(totals, self.dp_group, self.device)
         out |= self.optimizer.step()
         if out["skipped_steps"]:
             logger.warning(
@@ -149,7 +160,7 @@ class FSDPTrainer(TrainRayActor):
 
     def _perf_metrics(self, data: RankData) -> dict[str, float]:
         mine = {"tokens": torch.tensor(float(sum(data["total_lengths"])), dtype=torch.float64)}
-        tokens = sum_over_ranks(mine, self.mesh.get_group(), self.device)["tokens"]
+        tokens = sum_over_ranks(mine, self.dp_group, self.device)["tokens"]
         out = {**self.timer.pop(), **memory_metrics(self.device)}
         wait, train = out["perf/train_wait_time"], out["perf/train_time"]
         out["perf/step_time"] = wait + train
