@@ -6,9 +6,12 @@ sample and repeats none.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from slime.utils import state_file
@@ -144,6 +147,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args) -> None:
         super().__init__(args)
         self.buffer: list[list[Sample]] = []
+        self.holders: list[Callable[[], AbstractContextManager[list[list[Sample]]]]] = []
+        """Whoever keeps groups in hand between rollouts adds a function here. It is entered while the state is read:
+        inside, nothing takes prompts, and the groups it gives belong to the state (they resume from the buffer)."""
         self.buffer_filter: Callable = (
             load_function(args.buffer_filter_path, "--buffer-filter-path") if args.buffer_filter_path else pop_first
         )
@@ -169,7 +175,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         self.buffer.extend(samples)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "buffer": [_pack(group) for group in self.buffer]}
+        with contextlib.ExitStack() as stack:
+            in_hand = [group for holder in self.holders for group in stack.enter_context(holder())]
+            # Copies: the groups in hand go on while the state is written.
+            groups = copy.deepcopy([_pack(group) for group in [*in_hand, *self.buffer]])
+            return {**super().state_dict(), "buffer": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

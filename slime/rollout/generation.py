@@ -90,6 +90,8 @@ async def generate_and_rm(
     A sample that is finished already (recycled in a group) keeps its response. Aborted samples get no reward, and with
     `--group-rm` the group's rewards come later.
     """
+    if _is_done(sample) and not args.group_rm:
+        return sample
     state = GenerateState(args)
     result: Sample | list[Sample] = sample
     if sample.status not in FINISHED:
@@ -105,6 +107,11 @@ async def generate_and_rm(
         return result
     await _reward(args, result, evaluation)
     return await _run_sample_hooks(args, result, evaluation)
+
+
+def _is_done(sample: Sample) -> bool:
+    """Finished, rewarded and hooked in an earlier rollout that had no room for its group."""
+    return sample.status in FINISHED and sample.reward is not None
 
 
 async def _call_generate(args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool):
@@ -197,7 +204,7 @@ async def generate_and_rm_group(
     Every sample has its own sampling seed, `rollout_seed + sample.index`, so a run can be repeated.
     """
     state = GenerateState(args)
-    if state.aborted and not evaluation:
+    if (state.aborted and not evaluation) or all(_is_done(sample) for sample in flatten(group)):
         return group
     tasks = []
     for position, sample in enumerate(group):
@@ -249,7 +256,7 @@ async def abort(args, rollout_id: int) -> list[list[Sample]]:
     state.aborted = True
     groups: list[list[Sample]] = []
     while state.pendings:
-        await _abort_all(args)
+        await abort_all(args)
         done, state.pendings = await asyncio.wait(state.pendings, timeout=ABORT_INTERVAL)
         groups += [task.result() for task in done]
     if not args.partial_rollout:
@@ -260,7 +267,7 @@ async def abort(args, rollout_id: int) -> list[list[Sample]]:
     return groups
 
 
-async def _abort_all(args) -> None:
+async def abort_all(args) -> None:
     """Ask every worker to abort. One that does not answer has nothing to return either, and is only reported."""
 
     async def one(url: str) -> None:

@@ -20,6 +20,7 @@ from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_fil
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import abort, generate, generate_and_rm, generate_and_rm_group
 from slime.rollout.rm_hub.guard import raise_if_overdue
+from slime.rollout.staleness import StalenessBound, engine_weight_version, oldest_version
 from slime.utils.async_utils import run
 from slime.utils.misc import flatten, load_function
 from slime.utils.types import Sample
@@ -93,12 +94,11 @@ class _Batch:
         self.args = args
         self.state = state
         self.target = args.rollout_batch_size
-        self.groups: list[list[Sample]] = []
-        """Accepted."""
+        self.bound = StalenessBound(args.max_weight_staleness, self.target)
+        self.kept: list[list[Sample]] = []
+        """Finished and kept by the filter; more than the target when a group that is due came late."""
         self.fallback: list[list[Sample]] = []
         """Dropped by the filter, but good enough to fill the batch before more prompts are tried."""
-        self.surplus: list[list[Sample]] = []
-        """Finished and kept by the filter after the batch was full."""
         self.finished: list[list[Sample]] = []
         """Every finished group, filtered ones included."""
         self.gatherer = MetricGatherer()
@@ -112,19 +112,49 @@ class _Batch:
         """Submit and collect until the batch is full."""
         state = self.state
         state.progress = (0, self.target)
-        while len(self.groups) < self.target:
+        if self.bound.limit is not None:
+            self.bound.begin(await engine_weight_version(self.args), 0)
+            # All that may be due takes part, whatever its number.
+            state.submit_generate_tasks(data_source.get_samples(data_source.get_buffer_length()))
+        while not self.is_full():
             while state.remaining_batch_size + len(self.fallback) < self.target:
-                state.submit_generate_tasks(data_source.get_samples(self.args.over_sampling_batch_size))
+                room = self.bound.room(len(state.pendings) + len(self.kept))
+                count = self.args.over_sampling_batch_size
+                state.submit_generate_tasks(data_source.get_samples(count if room is None else min(count, room)))
             if not state.pendings:
-                self.groups += self.fallback[: self.target - len(self.groups)]
+                self.kept += self.fallback[: self.target - len(self.kept)]
                 break
             done, state.pendings = await asyncio.wait(
                 state.pendings, timeout=REPORT_INTERVAL, return_when=asyncio.FIRST_COMPLETED
             )
             for task in sorted(done, key=lambda task: first_index(task.group)):
                 self.take(task.result())
-            state.progress = (len(self.groups), self.target)
+            state.progress = (len(self.kept), self.target)
             self.report()
+
+    @property
+    def groups(self) -> list[list[Sample]]:
+        """What is trained on: the first to finish, or with a bound on their age the oldest."""
+        return self._by_age()[: self.target]
+
+    @property
+    def surplus(self) -> list[list[Sample]]:
+        return self._by_age()[self.target :]
+
+    def _by_age(self) -> list[list[Sample]]:
+        if self.bound.limit is None:
+            return self.kept
+        return sorted(self.kept, key=lambda group: (self._version(group), first_index(group)))
+
+    def _version(self, group: list) -> int:
+        return oldest_version(group, self.bound.version)
+
+    def is_full(self) -> bool:
+        """There are enough groups, and none that still runs is due."""
+        if len(self.kept) < self.target or self.bound.limit is None:
+            return len(self.kept) >= self.target
+        running = [self._version(task.group) for task in self.state.pendings]
+        return self.bound.may_deliver(running, running + [self._version(group) for group in self.surplus])
 
     def take(self, group: list) -> None:
         """Accept, drop or set aside a finished group. One that something else aborted is continued."""
@@ -140,10 +170,8 @@ class _Batch:
             self.state.remaining_batch_size -= 1
             if output.keep_when_insufficient:
                 self.fallback.append(group)
-        elif len(self.groups) < self.target:
-            self.groups.append(group)
         else:
-            self.surplus.append(group)
+            self.kept.append(group)
 
     def resubmit(self, group: list) -> None:
         first = first_index(group)
@@ -162,7 +190,7 @@ class _Batch:
             self.reported = now
             logger.info(
                 "rollout %s: %d of %d groups, %d in flight, %d dropped by the filter %s",
-                self.state.rollout_id, len(self.groups), self.target, len(self.state.pendings), self.dropped,
+                self.state.rollout_id, len(self.kept), self.target, len(self.state.pendings), self.dropped,
                 self.gatherer.collect() or "",
             )  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_right_config_is_light_too(setup):
         (("--help",), 0, "quickstart"),
         (("--version",), 0, "slime "),
         (("trian",), 2, "did you mean slime train?"),
-        (("xyzzy",), 2, "there are quickstart, train, flags"),
+        (("xyzzy",), 2, "there are quickstart, train, train-async"),
         (("flags", "kl-loss"), 0, "--kl-loss-coef"),
         (("flags", "xyzzy"), 1, "no flag matches xyzzy"),
     ],

@@ -117,3 +117,13 @@ def buffer_newest(args, rollout_id, buffer, num_samples):
     taken = buffer[-num_samples:]
     del buffer[-num_samples:]
     return taken
+
+
+async def reward_raises_from_8(args, sample, **kwargs):
+    if sample.index >= 8:
+        raise ZeroDivisionError("no judge today")
+    return 1.0
+
+
+def count_hook(args, sample):
+    sample.metadata["hooked"] = sample.metadata.get("hooked", 0) + 1

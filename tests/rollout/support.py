@@ -41,6 +41,9 @@ DEFAULTS = {
     "sglang_router_port": 0,
     "sglang_router_request_timeout_secs": 600,
     "partial_rollout": False,
+    "max_weight_staleness": None,
+    "update_weights_interval": 1,
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
     "mask_offpolicy_in_partial_rollout": False,
     "buffer_filter_path": None,
     "dynamic_sampling_filter_path": None,
@@ -88,6 +91,7 @@ class ScriptedEngine:
     def __init__(self, token_seconds: float = 0.0, hang_when=None, version: str = "1") -> None:
         self.token_seconds = token_seconds
         self.hang_when = hang_when or (lambda payload: False)
+        self.slow_when = lambda payload: False
         self.version = version
         self.requests: list[dict] = []
         self.aborts = 0
@@ -106,7 +110,7 @@ class ScriptedEngine:
         hang = self.hang_when(payload)
         try:
             for i in range(params["max_new_tokens"]):
-                pause = None if hang and i >= 2 else self.token_seconds
+                pause = None if hang and i >= 2 else self.token_seconds * (20 if self.slow_when(payload) else 1)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(aborted.wait(), pause)
                 if aborted.is_set():
@@ -139,10 +143,14 @@ class ScriptedEngine:
             event.set()
         return web.Response()
 
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
+        app.router.add_get("/model_info", self.model_info)
         return app
 
 

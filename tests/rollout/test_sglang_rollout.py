@@ -290,3 +290,28 @@ def test_response_fills_the_context_and_no_more(cluster_of, rollout_args):
     args = rollout_args(custom_rm_path=HOOKS + "reward_sync", rollout_max_context_len=12)
     output, _ = run(args, cluster_of())
     assert all(len(s.tokens) <= 12 for s in flatten(output.samples))
+
+
+def test_partial_rollout_with_a_bound_waits_for_what_is_due(cluster_of, rollout_args):
+    """Slow rows would be passed over for ever; with the bound a rollout waits for them in time."""
+    engine = ScriptedEngine(token_seconds=0.002)
+    engine.slow_when = lambda payload: payload["input_ids"][5] % 5 == 0
+    cluster = cluster_of(engine)
+    oldest = {}
+    for limit in (None, 1):
+        args = rollout_args(
+            custom_rm_path=HOOKS + "reward_sync", rows=30, rollout_batch_size=2, over_sampling_batch_size=6,
+            partial_rollout=True, max_weight_staleness=limit, rollout_max_response_len=60,
+        )  # fmt: skip
+        source, ages, seen = None, [], []
+        for rollout_id in range(8):
+            engine.version = str(rollout_id + 1)
+            output, source = run(args, cluster, rollout_id, source)
+            assert len(output.samples) == 2
+            for sample in flatten(output.samples):
+                seen.append(sample.index)
+                ages += [rollout_id + 1 - int(version) for version, _, _ in sample.weight_version_spans]
+        waiting = [s.index for s in flatten(source.buffer)]
+        assert sorted(seen + waiting) == list(range(source.sample_index))
+        oldest[limit] = max(ages)
+    assert oldest[1] <= 1 < oldest[None]

@@ -88,8 +88,8 @@ FAMILY = Family(
         Flag(
             "--max-weight-staleness",
             integer,
-            help="Oldest weight version a sample may have, in versions behind.",
-            pending=pending.ASYNC,
+            help="Oldest weights that a token may come from when it is trained on, in versions behind. Holds prompts "
+            "back; nothing that was generated is thrown away.",
         ),
     ),
 )

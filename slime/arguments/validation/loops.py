@@ -26,14 +26,24 @@ def check(args: Namespace, problems: Problems, asynchronous: bool) -> None:
         _check_background(args, problems)
     if args.update_weights_pause_mode is None:
         args.update_weights_pause_mode = "in_place" if background else "abort"
-    bounded = background or args.partial_rollout or args.rollout_function_path != DEFAULT_ROLLOUT
-    if args.max_weight_staleness is not None and not bounded:
+    if args.max_weight_staleness is not None and args.rollout_function_path == DEFAULT_ROLLOUT:
+        _check_default_rollout(args, problems, asynchronous)
+
+
+def _check_default_rollout(args: Namespace, problems: Problems, asynchronous: bool) -> None:
+    if asynchronous:
         problems.add(
             "--max-weight-staleness",
             args.max_weight_staleness,
-            "has no effect: the default rollout function leaves no sample older than the loop makes it (0 versions in "
-            "slime train, 1 in slime train-async)",
-            f"leave it out, or use --partial-rollout or --rollout-function-path {FULLY_ASYNC}",
+            "the default rollout function does not know how far ahead of the trainers it generates",
+            f"use --rollout-function-path {FULLY_ASYNC}, or slime train",
+        )
+    elif not args.partial_rollout:
+        problems.add(
+            "--max-weight-staleness",
+            args.max_weight_staleness,
+            "has no effect: without --partial-rollout no sample outlives its rollout",
+            "leave it out, or add --partial-rollout",
         )
 
 
@@ -47,7 +57,7 @@ def _check_asynchronous(args: Namespace, problems: Problems) -> None:
         if given and not (args.colocate and flag != "--colocate"):
             problems.add(flag, None, reason, "give the engines theirs with --rollout-num-gpus, or use slime train")
     interval = args.update_weights_interval
-    if args.eval_interval is not None and args.eval_interval % interval:
+    if args.eval_interval is not None and interval > 0 and args.eval_interval % interval:
         problems.add(
             "--eval-interval",
             args.eval_interval,
