@@ -1,7 +1,6 @@
 """Reward types other than math grading, and the dispatch to them."""
 
 import pytest
-from aiohttp import web
 
 from slime.rollout.errors import RewardError
 from slime.rollout.rm_hub import async_rm, batched_async_rm
@@ -9,7 +8,7 @@ from slime.rollout.rm_hub.dapo import compute_dapo_reward
 from slime.rollout.rm_hub.text_rewards import compute_gpqa_reward, f1_score
 from slime.utils.types import Sample
 from tests.rollout import hooks
-from tests.rollout.support import make_args, served
+from tests.rollout.support import make_args
 
 HOOKS = "tests.rollout.hooks."
 pytestmark = pytest.mark.unit
@@ -112,39 +111,6 @@ async def test_custom_functions_in_every_form():
     with pytest.raises(RewardError, match=r"returned .1\.0., not a list of 2 rewards"):
         await batched_async_rm(make_args(custom_rm_path=HOOKS + "reward_group_short", group_rm=True), pair)
     assert hooks.CALLS
-
-
-@pytest.mark.integration
-async def test_remote_rm_retries_and_gives_up_with_a_name():
-    seen = []
-
-    async def judge(request):
-        seen.append(await request.json())
-        if len(seen) == 1:
-            return web.Response(status=503)
-        return web.json_response({"score": 0.5})
-
-    async def hang(request):
-        import asyncio
-
-        await asyncio.sleep(60)
-
-    app = web.Application()
-    app.router.add_post("/judge", judge)
-    app.router.add_post("/hang", hang)
-    async with served(app) as url:
-        sample = sample_of("r", "l", prompt="p")
-        args = make_args(rm_type="remote_rm", rm_url=f"{url}/judge")
-        assert await async_rm(args, sample) == {"score": 0.5}
-        assert seen == [{"prompt": "p", "response": "r", "label": "l"}] * 2
-        args = make_args(rm_type="remote_rm", rm_url=f"{url}/hang", rm_timeout_secs=0.3)
-        with pytest.raises(
-            RewardError, match=r"remote_rm http.*/hang did not answer within .* 0.3 \(sample 3 of group 1\)"
-        ):
-            await async_rm(args, sample)
-        args = make_args(rm_type="remote_rm", rm_url=f"{url}/none")
-        with pytest.raises(RewardError, match="404"):
-            await async_rm(args, sample)
 
 
 def test_reward_errors_survive_pickling():

@@ -12,6 +12,8 @@ from fractions import Fraction
 TAIL = 2000
 """Characters at the end of a response in which an unmarked answer is looked for."""
 MAX_DIGITS = 400
+CLOSE = Fraction(1, 100)
+"""Numbers that are further apart are never the same, however large they are."""
 
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
 _IN_TEXT = re.compile(
@@ -205,8 +207,8 @@ def _ratio(numerator: str, denominator: str) -> Fraction | None:
 def cheap_equal(truth: str, answer: str) -> bool | None:
     """Whether two answers are the same; None when only algebra can tell.
 
-    Non-integers agree to a relative 1e-6. A percentage equals both its number and its hundredth (50% = 50 = 0.5) when
-    the other side is not written as a percentage.
+    Non-integers agree to a relative 1e-6 (and 0.01). A percentage equals both its number and its hundredth
+    (50% = 50 = 0.5) when the other side is not written as a percentage.
     """
     left, right = normalize(truth), normalize(answer)
     if left and left.casefold().replace(" ", "") == right.casefold().replace(" ", ""):
@@ -227,4 +229,4 @@ def _close(x: Fraction, y: Fraction) -> bool:
         return True
     if x.denominator == 1 and y.denominator == 1:
         return False
-    return abs(x - y) <= abs(x) / 10**6
+    return abs(x - y) <= min(abs(x) / 10**6, CLOSE)
