@@ -28,7 +28,15 @@ def write_prompts(path: Path, count: int) -> Path:
 class TrainRun:
     """One run with the tiny model; `flags` come after the defaults and override them."""
 
-    def __init__(self, tmp_path: Path, model: str, *flags: str, run: str = "run", prompts: int = 24) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        model: str,
+        *flags: str,
+        run: str = "run",
+        prompts: int = 24,
+        script: str = "train.py",
+    ) -> None:
         self.path = tmp_path / run
         self.mark = uuid.uuid4().hex
         data = tmp_path / "prompts.jsonl"
@@ -53,7 +61,7 @@ class TrainRun:
         }
         argv = [str(word) for item in defaults.items() for word in item]
         self.process = subprocess.Popen(
-            [sys.executable, "train.py", *argv, "--use-dynamic-batch-size", "--ci-test", *map(str, flags)],
+            [sys.executable, script, *argv, "--use-dynamic-batch-size", "--ci-test", *map(str, flags)],
             cwd=ROOT,
             env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
