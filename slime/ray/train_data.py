@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.errors import HookFailure, blame
 from slime.training.rewards import normalize_rewards
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -85,11 +86,19 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         convert = load_function(
             args.custom_convert_samples_to_train_data_path, "--custom-convert-samples-to-train-data-path"
         )
-        return _complete(convert(args, samples), samples)
+        with blame("--custom-convert-samples-to-train-data-path", convert):
+            batch = convert(args, samples)
+        return _complete(batch, samples)
     ids = trajectory_ids(samples)
     if args.custom_reward_post_process_path:
         process = load_function(args.custom_reward_post_process_path, "--custom-reward-post-process-path")
-        raw, rewards = process(args, samples)
+        with blame("--custom-reward-post-process-path", process):
+            raw, rewards = process(args, samples)
+        if not len(raw) == len(rewards) == len(samples):
+            raise HookFailure(
+                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned {len(raw)} raw and "
+                f"{len(rewards)} processed rewards for {len(samples)} samples"
+            )
     else:
         raw = raw_rewards(args, samples)
         relative = args.loss_type == "policy_loss" and args.compute_advantages_and_returns
@@ -106,6 +115,7 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         "loss_masks": [loss_mask(s) for s in samples],
         "prompt": [s.prompt for s in samples],
         "metadata": [s.train_metadata for s in samples],
+        "weight_version": _last_versions(samples) if args.keep_old_actor else None,
         "round_number": [s.metadata.get("round_number") for s in samples],
     }
     for key in ("rollout_log_probs", "teacher_log_probs", "rollout_routed_experts", "multimodal_train_inputs"):
@@ -113,6 +123,11 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         if all(value is not None for value in values):
             batch[key] = values
     return batch
+
+
+def _last_versions(samples: Sequence[Sample]) -> list[int]:
+    """The weights that generated each sample's last tokens; 0 where no engine said."""
+    return [int(s.weight_versions[-1]) if s.weight_versions else 0 for s in samples]
 
 
 def _complete(batch: dict[str, list[Any]], samples: list[Sample]) -> dict[str, list[Any]]:
@@ -132,6 +147,19 @@ def _complete(batch: dict[str, list[Any]], samples: list[Sample]) -> dict[str, l
 
 
 def batch_metrics(batch: dict[str, list[Any]]) -> dict[str, float]:
-    """Means over samples under the names that the trainers' own metrics continue."""
-    keys = ("raw_reward", "rewards", "truncated", "response_lengths", "total_lengths")
-    return {f"rollout/{key}": float(np.mean(batch[key])) for key in keys if batch.get(key)}
+    """Means over samples under the names that the trainers' own metrics continue.
+
+    A trajectory counts once in rewards and truncation, however many samples it was split into.
+    """
+    out = {}
+    for key in ("raw_reward", "rewards", "truncated", "response_lengths", "total_lengths"):
+        if batch.get(key):
+            weights = None if key.endswith("lengths") else trajectory_weights(batch["rollout_ids"])
+            out[f"rollout/{key}"] = float(np.average(batch[key], weights=weights))
+    return out
+
+
+def trajectory_weights(ids: Sequence[int]) -> np.ndarray:
+    """1 / (number of samples of the same trajectory), per sample."""
+    _, which, counts = np.unique(np.asarray(ids), return_inverse=True, return_counts=True)
+    return 1.0 / counts[which]

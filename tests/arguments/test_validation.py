@@ -1,6 +1,7 @@
 """Every rule across flags, and every derived value."""
 
 import logging
+import sys
 
 import pytest
 
@@ -356,6 +357,18 @@ class TestDebug:
 
 
 class TestServices:
+    def test_router_flags_belong_to_one_router(self, setup, one_error):
+        middleware = ("--slime-router-middleware-paths", "tests.router.test_server.Shout")
+        assert "it is not installed" in one_error("--router-policy", "manual")
+        assert "--use-slime-router is given" in one_error("--router-policy", "manual", "--use-slime-router")
+        assert "has no Python" in one_error("--sglang-router-env", "/nowhere")
+        environment = ("--sglang-router-env", sys.executable)
+        assert "add --use-slime-router" in one_error(*environment, *middleware)
+        assert "contradicts --sglang-router-env" in one_error(*environment, "--use-slime-router")
+        address = ("--sglang-router-ip", "10.0.0.1", "--sglang-router-port", "3000")
+        assert "no effect on the running router" in one_error(*address, *middleware)
+        assert "greater than 0" in one_error("--slime-router-health-check-failure-threshold", "0")
+
     def test_router_address_is_a_pair(self, one_error):
         assert "needs --sglang-router-port" in one_error("--sglang-router-ip", "127.0.0.1")
         assert "needs --sglang-router-ip" in one_error("--sglang-router-port", "3000")
@@ -369,3 +382,28 @@ class TestServices:
         first, second = setup.load().run_dir, setup.load().run_dir
         assert first.startswith("runs/") and first.endswith("-model") and first != second
         assert "is a file" in one_error("--run-dir", setup.data)
+
+
+# -- copies of the policy ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--ref-update-interval", "2"], "--ref-update-interval 2: has no effect without a reference model"),
+        (["--keep-old-actor", "--use-rollout-logprobs"], "--keep-old-actor: excludes --use-rollout-logprobs"),
+        (["--freeze-params-name-list", "lm_head["], "--freeze-params-name-list lm_head[: is no regular expression"),
+        (["--opd-teacher-load", "x"], "--opd-teacher-load x: has no effect without --use-opd"),
+        (["--use-opd", "--opd-type", "megatron"], "--opd-type trainer: needs --opd-teacher-load"),
+        (["--use-opd", "--opd-teacher-load", "/nowhere"], "--opd-teacher-load /nowhere: is not a directory"),
+    ],
+)
+def test_copies(one_error, flags, expected):
+    assert expected in one_error(*flags)
+
+
+def test_a_teacher_has_the_policy_s_vocabulary(setup, one_error):
+    student, teacher = setup.write_model("student", vocab_size=100), setup.write_model("teacher", vocab_size=90)
+    flags = ("--hf-checkpoint", student, "--use-opd", "--opd-teacher-load")
+    assert "vocabulary of 90 is not the 100" in one_error(*flags, teacher)
+    assert setup.load(*flags, student).opd_type == "trainer"

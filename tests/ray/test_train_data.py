@@ -19,6 +19,7 @@ def make_args(**changes):
         "rewards_normalization": True,
         "grpo_std_normalization": True,
         "reward_key": None,
+        "keep_old_actor": False,
         "custom_convert_samples_to_train_data_path": None,
         "custom_reward_post_process_path": None,
     }

@@ -82,15 +82,13 @@ FAMILY = Family(
             "--only-train-params-name-list",
             text,
             nargs="*",
-            help="Regular expressions of the parameters to train.",
-            pending=pending.PARTIAL_TRAINING,
+            help="Regular expressions of the parameters to train, found anywhere in their names.",
         ),
         Flag(
             "--freeze-params-name-list",
             text,
             nargs="*",
             help="Regular expressions of parameters to freeze.",
-            pending=pending.PARTIAL_TRAINING,
         ),
     ),
 )

@@ -46,7 +46,6 @@ FAMILY = Family(
             "--reset-optimizer-states",
             action=STORE_TRUE,
             help="Clear the optimizer's state at each rollout.",
-            pending=pending.OPTIMIZER,
         ),
         Flag(
             "--use-stateless-adam",

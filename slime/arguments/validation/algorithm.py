@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from argparse import Namespace
 
 from slime.arguments.problems import Problems
+from slime.arguments.validation.model import check_weights, read_hf_config, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ def complete(args: Namespace, problems: Problems) -> None:
     _check_custom_loss(args, problems)
     _check_kl(args, problems)
     _check_schedule(args, problems)
+    _complete_distillation(args, problems)
+    _check_copies(args, problems)
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
         problems.add(
             "--advantage-estimator",
@@ -91,6 +95,67 @@ def _check_kl(args: Namespace, problems: Problems) -> None:
         if given and not args.use_kl_loss:
             value = args.kl_loss_coef if flag == "--kl-loss-coef" else None
             problems.add(flag, value, "has no effect without --use-kl-loss", "add --use-kl-loss")
+
+
+def _complete_distillation(args: Namespace, problems: Problems) -> None:
+    """opd_type; the teacher's directory and vocabulary."""
+    wanted = args.use_opd or args.advantage_estimator == "on_policy_distillation"
+    if not wanted:
+        given = {"--opd-type": args.opd_type, "--opd-teacher-load": args.opd_teacher_load}
+        for flag, value in given.items():
+            if value is not None:
+                problems.add(flag, value, "has no effect without --use-opd", "add --use-opd")
+        return
+    if args.opd_type is None:
+        args.opd_type = "trainer" if args.opd_teacher_load is not None else "sglang"
+    if args.opd_type == "sglang" and args.opd_teacher_load is not None:
+        problems.add("--opd-type", "sglang", "excludes --opd-teacher-load", "use --opd-type trainer")
+    if args.opd_type != "trainer" or args.debug_rollout_only:
+        return
+    if args.opd_teacher_load is None:
+        problems.add("--opd-type", "trainer", "needs --opd-teacher-load", "give the teacher's Hugging Face directory")
+        return
+    teacher = read_hf_config(args.opd_teacher_load, "--opd-teacher-load", problems)
+    if teacher is None:
+        return
+    check_weights(args.opd_teacher_load, "--opd-teacher-load", problems)
+    if args.hf_checkpoint is not None and not problems.concern("--hf-checkpoint"):
+        policy = read_hf_config(args.hf_checkpoint, "--hf-checkpoint", problems) or {}
+        theirs, ours = (vocabulary_of(config) for config in (teacher, policy))
+        if theirs is not None and ours is not None and theirs != ours:
+            problems.add(
+                "--opd-teacher-load",
+                args.opd_teacher_load,
+                f"its vocabulary of {theirs} is not the {ours} of --hf-checkpoint: log-probs of the same token ids "
+                "must mean the same",
+                "choose a teacher of the same model family",
+            )
+
+
+def _check_copies(args: Namespace, problems: Problems) -> None:
+    if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
+        problems.add(
+            "--ref-update-interval",
+            args.ref_update_interval,
+            "has no effect without a reference model",
+            "add --use-kl-loss or --kl-coef",
+        )
+    if args.keep_old_actor and args.use_rollout_logprobs:
+        problems.add(
+            "--keep-old-actor",
+            None,
+            "excludes --use-rollout-logprobs: the old policy's log-probs are computed, or the engine's",
+            "give one of the two",
+        )
+    for flag, expressions in (
+        ("--only-train-params-name-list", args.only_train_params_name_list),
+        ("--freeze-params-name-list", args.freeze_params_name_list),
+    ):
+        for expression in expressions or []:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                problems.add(flag, expression, f"is no regular expression ({error})")
 
 
 def _check_schedule(args: Namespace, problems: Problems) -> None:

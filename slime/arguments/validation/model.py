@@ -82,6 +82,12 @@ def check_weights(path: str, flag: str, problems: Problems) -> None:
         problems.add(flag, path, rule, "finish the download or conversion")
 
 
+def vocabulary_of(config: dict[str, Any]) -> int | None:
+    """Entries of the vocabulary; None when config.json does not say."""
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    return text.get("vocab_size")
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part of config.json that describes the language model."""
     return config["text_config"] if isinstance(config.get("text_config"), dict) else config

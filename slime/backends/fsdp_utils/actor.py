@@ -126,7 +126,9 @@ class FSDPTrainRayActor(FSDPTrainer):
         args = self.args
         if args.loss_type == "sft_loss":
             return True
-        if args.loss_type == "custom_loss" or args.kl_coef != 0 or args.use_rollout_entropy or args.use_opd:
+        if args.loss_type == "custom_loss" or args.kl_coef != 0:
+            return False
+        if args.use_rollout_entropy or args.opd_type is not None:
             return False
         if args.custom_advantage_function_path or args.rollout_data_postprocess_path:
             return False

@@ -12,6 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,19 @@ def latest_checkpoint(root: str | None) -> Path | None:
     raise CheckpointError(f"{Path(root) / TRACKER} names iteration {text}, but {path} is not a checkpoint")
 
 
-def save_checkpoint(root: str, rollout_id: int, policy: PolicyModel, optimizer: Optimizer | None, progress: Progress):
-    """Write the checkpoint of `rollout_id`; collective over all ranks. `optimizer` None saves weights only.
+def save_checkpoint(
+    root: str,
+    rollout_id: int,
+    policy: PolicyModel,
+    optimizer: Optimizer | None,
+    progress: Progress,
+    reference: Callable[[], AbstractContextManager] | None = None,
+) -> None:
+    """Write the checkpoint of `rollout_id`; collective over all ranks.
+
+    Args:
+        optimizer: None saves weights only.
+        reference: a context in which the model holds the weights of a reference that moves; it is saved with it.
 
     Raises:
         CheckpointError: on every rank when one fails (disk full, ...). The previous checkpoint stays valid.
@@ -74,6 +86,9 @@ def save_checkpoint(root: str, rollout_id: int, policy: PolicyModel, optimizer: 
 
     def write(path: Path) -> None:
         dcp.save({"model_state": {"model": model_state(policy)}}, checkpoint_id=path / "model")
+        if reference is not None:
+            with reference():
+                dcp.save({"model_state": {"model": model_state(policy)}}, checkpoint_id=path / "reference")
         if optimizer is not None:
             state = {"optim_state": {"optim": {"state": optimizer.state_by_name()}}}
             dcp.save(state, checkpoint_id=path / "optimizer")
@@ -126,6 +141,15 @@ def load_checkpoint(path: Path, policy: PolicyModel, optimizer: Optimizer | None
         set_rng_state({key: values[dist.get_rank()] for key, values in states.items()})
     dist.barrier()
     return Progress(**{key: meta[key] for key in Progress.__dataclass_fields__})
+
+
+def read_reference(path: Path, policy: PolicyModel) -> bool:
+    """Read the reference that was saved with a checkpoint into the model, if there is one; collective."""
+    if not (path / "reference").is_dir():
+        return False
+    _read({"model_state": {"model": model_state(policy)}}, path / "reference")
+    policy.free_unsharded()
+    return True
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -13,16 +13,20 @@ class HostCopy:
 
     Args:
         tensors: their storages, shared ones once, are what is copied.
+        constant: the values never change, so they are saved once only.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]):
+    def __init__(self, tensors: Iterable[torch.Tensor], constant: bool = False):
         storages = {t.untyped_storage()._cdata: t for t in tensors}
         self.tensors = list(storages.values())
         self.sizes = [t.untyped_storage().nbytes() for t in self.tensors]
+        self.constant = constant
         self.host: list[torch.Tensor] | None = None
 
     def save(self) -> None:
         """Device to host."""
+        if self.constant and self.host is not None:
+            return
         if self.host is None:
             pin = any(t.is_cuda for t in self.tensors)
             self.host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for size in self.sizes]

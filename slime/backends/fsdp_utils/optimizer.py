@@ -176,6 +176,12 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
                 }
 
+    def reset_state(self) -> None:
+        """Forget the moments, in place: the next step is AdamW's first."""
+        for state in self.adam.state.values():
+            for value in state.values():
+                value.zero_()
+
     def state_by_name(self) -> dict[str, dict[str, torch.Tensor]]:
         """`{parameter name: {"step", "exp_avg", "exp_avg_sq"}}`, the tensors themselves."""
         self.ensure_state()

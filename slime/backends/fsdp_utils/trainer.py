@@ -6,6 +6,7 @@ import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from slime.backends.fsdp_utils.host_memory import HostCopy
 from slime.backends.fsdp_utils.metrics import memory_metrics, sum_over_ranks
 from slime.backends.fsdp_utils.model import ModelOptions, PolicyModel, build_policy, local_tensor
 from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
+from slime.backends.fsdp_utils.trainable import select_trainable
 from slime.observability.timer import Timer
 from slime.ray.train_actor import TrainRayActor
 from slime.training.batch import MicroBatch
@@ -49,7 +51,10 @@ class FSDPTrainer(TrainRayActor):
         self.dtype = getattr(torch, args.dtype)
 
         self.model = self._build(args.ref_load or args.hf_checkpoint)
-        self._params = HostCopy(local_tensor(p) for p in self.model.parameters())
+        select_trainable(self.model.hf_parameters(), args.only_train_params_name_list, args.freeze_params_name_list)
+        parameters = list(self.model.parameters())
+        self._trained = HostCopy(local_tensor(p) for p in parameters if p.requires_grad)
+        self._frozen = HostCopy((local_tensor(p) for p in parameters if not p.requires_grad), constant=True)
         self._moments: HostCopy | None = None
         self._released = False
         self.optimizer = self._build_optimizer()
@@ -187,7 +192,11 @@ class FSDPTrainer(TrainRayActor):
         args = self.args
         if args.save is not None:
             optimizer = None if args.no_save_optim else self.optimizer
-            save_checkpoint(args.save, rollout_id, self.model, optimizer, self.progress)
+            save_checkpoint(args.save, rollout_id, self.model, optimizer, self.progress, self._reference_to_save())
+
+    def _reference_to_save(self) -> Callable[[], AbstractContextManager] | None:
+        """A context in which the model holds the reference, when that cannot be found elsewhere."""
+        return None
 
     def offload(self) -> dict[str, float] | None:
         return self._timed("sleep", self._offload)
@@ -202,7 +211,8 @@ class FSDPTrainer(TrainRayActor):
         if self._moments is None and self.optimizer.adam.state:
             self._moments = HostCopy(self.optimizer.local_tensors())
         self.model.free_unsharded()
-        self._params.release()
+        self._trained.release()
+        self._frozen.release()
         if self._moments is not None:
             self._moments.release()
         torch.cuda.empty_cache()
@@ -211,10 +221,14 @@ class FSDPTrainer(TrainRayActor):
     def _onload(self) -> None:
         if not self._released:
             return
-        self._params.restore()
+        self._restore_parameters()
         if self._moments is not None:
             self._moments.restore()
         self._released = False
+
+    def _restore_parameters(self) -> None:
+        self._trained.restore()
+        self._frozen.restore()
 
     def _timed(self, name: str, action: Callable[[], dict[str, float] | None]) -> dict[str, float] | None:
         """Run, and on rank 0 return what `action` returns with the time it took."""
