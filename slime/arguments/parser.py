@@ -13,16 +13,20 @@ import re
 from argparse import Namespace
 from typing import Any
 
-from slime.arguments.families import FAMILIES, FLAGS, engine, megatron, router
+from slime.arguments.families import FAMILIES, FLAGS, engine, megatron
 from slime.arguments.flag import APPEND, OPTIONAL_BOOL, STORE_FALSE, STORE_TRUE, BadChoice, Flag, to_bool
-from slime.arguments.pending import MEGATRON, SGLANG, SGLANG_ROUTER
+from slime.arguments.pending import MEGATRON
 from slime.arguments.problems import ConfigError, Problem, Problems, closest
 
-BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
-BY_NAME: dict[str, Flag] = {name: flag for flag in FLAGS for name in flag.names}
-_NEGATIONS = {f"--no-{flag.name[2:]}": flag for flag in FLAGS if flag.action == OPTIONAL_BOOL}
-_PENDING_PREFIXES = ((engine.PREFIX, SGLANG), (router.PREFIX, SGLANG_ROUTER), (megatron.PREFIX, MEGATRON))
-_PREFIXES = tuple(prefix for prefix, _ in _PENDING_PREFIXES)
+_SERVER = engine.server_family()
+SERVER_FLAGS: tuple[Flag, ...] = _SERVER.flags if _SERVER else ()
+"""Arguments of the installed SGLang that are in no table of slime's own."""
+ALL_FAMILIES = (*FAMILIES, _SERVER) if _SERVER else FAMILIES
+ALL_FLAGS = (*FLAGS, *SERVER_FLAGS)
+BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in ALL_FLAGS}
+BY_NAME: dict[str, Flag] = {name: flag for flag in ALL_FLAGS for name in flag.names}
+_NEGATIONS = {f"--no-{flag.name[2:]}": flag for flag in ALL_FLAGS if flag.action == OPTIONAL_BOOL}
+_PREFIXES = (engine.PREFIX, megatron.PREFIX)
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*")
 COMPUTED = ("use_critic", "eval_datasets")
 """Attributes that validation adds; nobody may set them."""
@@ -45,7 +49,7 @@ def build_parser(prog: str = "slime train") -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )
-    for family in FAMILIES:
+    for family in ALL_FAMILIES:
         group = parser.add_argument_group(family.title, _escape(family.intro))
         for flag in family.flags:
             _add(group, flag)
@@ -110,7 +114,7 @@ def resolve(argv: list[str]) -> Namespace:
     from_yaml: dict[str, Any] = {}
     if command_line.get("custom_config_path") is not None:
         from_yaml = _read_custom_config(command_line["custom_config_path"], problems)
-    args = Namespace(**{flag.dest: copy.deepcopy(flag.default) for flag in FLAGS})
+    args = Namespace(**{flag.dest: copy.deepcopy(flag.default) for flag in ALL_FLAGS})
     vars(args).update(from_yaml)
     vars(args).update(command_line)
     problems.raise_if_any()
@@ -152,16 +156,18 @@ def _report_unknown(unknown: list[str], problems: Problems) -> None:
 
 
 def unknown_flag(name: str) -> Problem:
-    """Why `name` cannot be given: reserved, of an engine that is not built, or a typing mistake."""
+    """Why `name` cannot be given: reserved, of an engine that is not there, or a typing mistake."""
     dest = name.removeprefix("--").replace("-", "_")
     if dest.startswith("sglang_") and dest.removeprefix("sglang_") in engine.OWNED_BY_SLIME:
         instead = engine.OWNED_BY_SLIME[dest.removeprefix("sglang_")]
         return Problem(name, "slime sets this itself", f"use {instead}" if instead else "leave it out")
-    close = did_you_mean(name, cutoff=0.9 if name.startswith(_PREFIXES) else 0.6)
-    if not close:
-        for prefix, reason in _PENDING_PREFIXES:
-            if name.startswith(prefix):
-                return Problem(name, f"not available yet: {reason}")
+    unread = name.startswith(engine.PREFIX) and not SERVER_FLAGS
+    close = did_you_mean(name, cutoff=0.9 if unread or name.startswith(megatron.PREFIX) else 0.6)
+    if not close and unread:
+        rule = "SGLang is not installed, so its arguments are not known here"
+        return Problem(name, rule, engine.INSTALL_SGLANG)
+    if not close and name.startswith(megatron.PREFIX):
+        return Problem(name, f"not available yet: {MEGATRON}")
     return Problem(name, "unknown flag", f"did you mean {close}?" if close else "slime flags lists all flags")
 
 

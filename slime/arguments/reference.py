@@ -9,7 +9,7 @@ import sys
 
 from slime.arguments.families import FAMILIES
 from slime.arguments.flag import APPEND, BOOL_ACTIONS, OPTIONAL_BOOL, Family, Flag
-from slime.arguments.parser import default_text, metavar
+from slime.arguments.parser import ALL_FAMILIES, default_text, metavar
 
 _INTRO = """# Flags
 
@@ -71,7 +71,7 @@ def _value(flag: Flag) -> str:
 def plain(word: str = "") -> str:
     """The flags whose name or meaning contains `word`, for the console."""
     lines: list[str] = []
-    for family in FAMILIES:
+    for family in ALL_FAMILIES:
         rows = [f for f in family.flags if word.lower().lstrip("-") in " ".join((*f.names, f.help)).lower()]
         if rows:
             lines.append(f"\n{family.title}")

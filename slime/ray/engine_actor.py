@@ -6,19 +6,34 @@ is launched.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import random
+import socket
 import sys
+import tempfile
+import time
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.backends.sglang_utils.command import launch_command, launch_env
 from slime.observability.run_dir import RunDir
-from slime.ray.server_process import ServerProcess, http_json
+from slime.ray.server_process import ServerError, ServerProcess, http_json
 
 STARTUP_TIMEOUT_SECS = 900.0
 CONTROL_TIMEOUT_SECS = 600.0
 FLUSH_PATIENCE_SECS = 60.0
+FLUSH_INTERVAL_SECS = 0.05
+FOLLOWER_CHECK_SECS = 1.0
+DIST_INIT_PORTS = range(10000, 30000)
+"""Below the kernel's ephemeral range."""
+DERIVED_PORTS = 64
+"""SGLang takes the ports behind the one of --dist-init-addr for its own messages."""
 
 
 class RolloutEngineActor:
@@ -83,8 +98,16 @@ class RolloutEngineActor:
             self._server.close()
 
     def flush_cache(self) -> None:
-        """Drop the prefix cache; it is refused while requests run."""
-        self._post("/flush_cache", {}, timeout=FLUSH_PATIENCE_SECS)
+        """Drop the prefix cache; an engine refuses while its last requests wind down, so ask again for a while."""
+        deadline = time.monotonic() + FLUSH_PATIENCE_SECS
+        while True:
+            try:
+                self._post("/flush_cache", {}, timeout=FLUSH_PATIENCE_SECS)
+                return
+            except ServerError as error:
+                if error.status != 400 or time.monotonic() > deadline:
+                    raise
+            time.sleep(FLUSH_INTERVAL_SECS)
 
     def pause_generation(self, mode: str = "abort") -> None:
         self._post("/pause_generation", {"mode": mode})
@@ -126,7 +149,7 @@ class RolloutEngineActor:
         return self._post("/weights_checker", {"action": action})
 
     def get_weight_version(self) -> str:
-        return http_json("GET", self._server.url + "/get_weight_version")["weight_version"]
+        return http_json("GET", self._server.url + "/get_model_info")["weight_version"]
 
     def get_server_info(self) -> dict[str, Any]:
         return http_json("GET", self._server.url + "/get_server_info")
@@ -161,3 +184,113 @@ class EmbeddedEngineActor(RolloutEngineActor):
             if value is not None:
                 command += [flag, str(value)]
         return [*command, "--trust-remote-code"] if args.trust_remote_code else command
+
+
+@ray.remote(concurrency_groups={"watch": 1, "side": 2})
+class SGLangEngineActor(RolloutEngineActor):
+    """Launches a stock SGLang server, tensor-parallel over its GPUs, on one or several nodes.
+
+    Args:
+        gpus: devices of this node, in tensor-parallel order; empty on CPU.
+        followers: for each further node, the options of an actor on it and its devices.
+    """
+
+    def __init__(
+        self, args: Namespace, rank: int, gpus: Sequence[str] = (), followers: Sequence[tuple[dict, list[str]]] = ()
+    ) -> None:
+        super().__init__(args, rank)
+        self.gpus = list(gpus)
+        self._followers = [
+            SGLangNodeActor.options(**options).remote(args, rank, node_rank, node_gpus)
+            for node_rank, (options, node_gpus) in enumerate(followers, start=1)
+        ]
+        self._dist_init_addr: str | None = None
+
+    def launch_command(self) -> list[str]:
+        nnodes = 1 + len(self._followers)
+        return launch_command(self.args, self.rank, self.host(), 0, nnodes, self._dist_init_addr)
+
+    def launch_env(self) -> dict[str, str]:
+        return launch_env(self.args, self.gpus)
+
+    def start(self) -> str:
+        """As the base class; the processes of an engine over several nodes find each other on this one."""
+        if self._followers:
+            self._dist_init_addr = f"{self.host()}:{free_port_block(self.host(), DERIVED_PORTS)}"
+        nnodes = 1 + len(self._followers)
+        starting = [follower.start.remote(self._dist_init_addr, nnodes) for follower in self._followers]
+        with one_start_per_gpu(self.gpus):
+            url = super().start()
+        ray.get(starting)
+        return url
+
+    @ray.method(concurrency_group="watch")
+    def wait_for_death(self) -> str | None:
+        deaths = [follower.wait_for_death.remote() for follower in self._followers]
+        while deaths and self._server.is_alive():
+            done, deaths = ray.wait(deaths, timeout=FOLLOWER_CHECK_SECS)
+            death = next((text for text in ray.get(done) if text is not None), None)
+            if death is not None:
+                return death
+        return self._server.wait_for_death()
+
+    @ray.method(concurrency_group="side")
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        ray.get([follower.shutdown.remote() for follower in self._followers])
+
+
+@ray.remote(concurrency_groups={"watch": 1, "side": 2})
+class SGLangNodeActor:
+    """The part of an engine on one of its further nodes: a process that the engine's own server commands."""
+
+    def __init__(self, args: Namespace, rank: int, node_rank: int, gpus: list[str]) -> None:
+        self.args = args
+        self.rank = rank
+        self.node_rank = node_rank
+        self.gpus = gpus
+        self._server: ServerProcess | None = None
+
+    def start(self, dist_init_addr: str, nnodes: int) -> None:
+        name = f"engine-{self.rank}-node-{self.node_rank}"
+        host = ray.util.get_node_ip_address()
+        command = launch_command(self.args, self.rank, host, self.node_rank, nnodes, dist_init_addr)
+        log_file = RunDir(self.args.run_dir).log_file(name)
+        self._server = ServerProcess(name, command, log_file, host, launch_env(self.args, self.gpus))
+        self._server.wait_until_healthy(timeout=STARTUP_TIMEOUT_SECS)
+
+    @ray.method(concurrency_group="watch")
+    def wait_for_death(self) -> str | None:
+        return self._server.wait_for_death()
+
+    @ray.method(concurrency_group="side")
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+@contextlib.contextmanager
+def one_start_per_gpu(gpus: Sequence[str]) -> Iterator[None]:
+    """Servers that start together on one GPU would each take the other's memory for free: one after the other."""
+    with contextlib.ExitStack() as stack:
+        for gpu in sorted(gpus):
+            path = Path(tempfile.gettempdir()) / f"slime-engine-start-{os.getuid()}-gpu-{gpu}.lock"
+            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
+        yield
+
+
+def free_port_block(host: str, count: int) -> int:
+    """The first of `count` neighbouring ports that are free on `host` now.
+
+    Raises:
+        ServerError: none was found.
+    """
+    starts = list(range(DIST_INIT_PORTS.start, DIST_INIT_PORTS.stop - count, count))
+    random.shuffle(starts)
+    for start in starts:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(start, start + count):
+                stack.enter_context(socket.socket()).bind((host, port))
+            return start
+    raise ServerError(f"no {count} neighbouring free ports on {host} in {DIST_INIT_PORTS}")

@@ -30,6 +30,10 @@ class PlacementSlice:
     pg: PlacementGroup | None
     bundle_indices: tuple[int, ...]
     device: str
+    nodes: tuple[str, ...]
+    """Ray's id of the node that each bundle is on."""
+    gpus: tuple[str, ...]
+    """The node's device of each bundle, as in CUDA_VISIBLE_DEVICES; empty strings with `--device cpu`."""
 
     def __len__(self) -> int:
         return len(self.bundle_indices)
@@ -65,12 +69,14 @@ def create_placement_groups(args: Namespace) -> dict[str, PlacementSlice]:
     """
     actor, rollout = num_slots(args)
     pg = _reserve(total_slots(args), args.device)
-    order = _ordered_bundles(pg, args.device)
-    engines = order[:rollout] if args.colocate else order[actor:]
-    return {
-        "actor": PlacementSlice(pg, tuple(order[:actor]), args.device),
-        "rollout": PlacementSlice(pg, tuple(engines), args.device),
-    }
+    bundles = _ordered_bundles(pg, args.device)
+    engines = bundles[:rollout] if args.colocate else bundles[actor:]
+    return {"actor": _slice(pg, bundles[:actor], args.device), "rollout": _slice(pg, engines, args.device)}
+
+
+def _slice(pg: PlacementGroup, bundles: list[tuple[str, str, int]], device: str) -> PlacementSlice:
+    nodes, gpus, indices = zip(*bundles, strict=True) if bundles else ((), (), ())
+    return PlacementSlice(pg, indices, device, nodes, gpus)
 
 
 def _reserve(count: int, device: str) -> PlacementGroup:
@@ -92,11 +98,11 @@ def _reserve(count: int, device: str) -> PlacementGroup:
     return pg
 
 
-def _ordered_bundles(pg: PlacementGroup, device: str) -> list[int]:
-    """Bundle indices sorted by node, then by the GPU that Ray gave the bundle."""
+def _ordered_bundles(pg: PlacementGroup, device: str) -> list[tuple[str, str, int]]:
+    """(node, GPU, bundle index), sorted by node, then by the GPU that Ray gave the bundle."""
     nodes = placement_group_table(pg)["bundles_to_node_id"]
     if device == "cpu":
-        return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+        return sorted((node, "", bundle) for bundle, node in nodes.items())
     probe = ray.remote(num_gpus=ENGINE_FRACTION, num_cpus=0)(_visible_gpu)
     gpus = ray.get(
         [
@@ -106,7 +112,7 @@ def _ordered_bundles(pg: PlacementGroup, device: str) -> list[int]:
             for bundle in sorted(nodes)
         ]
     )
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))
+    return [(nodes[b], str(gpus[b]), b) for b in sorted(nodes, key=lambda bundle: (nodes[bundle], gpus[bundle]))]
 
 
 def _visible_gpu() -> int:

@@ -22,8 +22,8 @@ from slime.observability.dumps import load_rollout_dump, save_rollout_dump
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.observability.run_dir import RunDir, redirect_output
 from slime.observability.staleness import count_token_versions
-from slime.ray.engine_actor import EmbeddedEngineActor
-from slime.ray.placement_group import ENGINE_FRACTION, PlacementSlice
+from slime.ray.engines import create_engine, num_engines
+from slime.ray.placement_group import PlacementSlice
 from slime.ray.server_process import ServerProcess, http_json
 from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, samples_to_batch, trim
@@ -91,11 +91,7 @@ class RolloutManager:
         self.eval_fn = load_function(args.eval_function_path or args.rollout_function_path, "--eval-function-path")
         if args.debug_train_only:
             return
-        size = self.args.rollout_num_gpus_per_engine
-        self.engines = [
-            EmbeddedEngineActor.options(**self.placement.options(i * size, ENGINE_FRACTION)).remote(self.args, i)
-            for i in range(len(self.placement) // size)
-        ]
+        self.engines = [create_engine(args, self.placement, i) for i in range(num_engines(args, self.placement))]
         starting = [engine.start.remote() for engine in self.engines]
         router = self._start_router()
         for url in ray.get(starting):

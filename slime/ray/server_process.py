@@ -25,7 +25,14 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerError(RuntimeError):
-    """A server process did not start, died, or refused a request; the message names it and shows its log's end."""
+    """A server process did not start, died, or refused a request; the message names it and shows its log's end.
+
+    `status` is the HTTP status of a refusal.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
 
 
 def http_json(method: str, url: str, payload: Any = None, timeout: float = 600.0) -> Any:
@@ -41,7 +48,7 @@ def http_json(method: str, url: str, payload: Any = None, timeout: float = 600.0
             text = reply.read().decode()
     except urllib.error.HTTPError as error:
         message = error.read().decode(errors="replace")
-        raise ServerError(f"{method} {url} answered {error.code}: {message[:2000]}") from error
+        raise ServerError(f"{method} {url} answered {error.code}: {message[:2000]}", error.code) from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(f"{method} {url}: {error}") from error
     try:

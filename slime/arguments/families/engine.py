@@ -1,9 +1,14 @@
 """Inference engines. Flags that both engines share carry SGLang's names."""
 
+from __future__ import annotations
+
+import functools
+
 from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, number, text
 
 PREFIX = "--sglang-"
+INSTALL_SGLANG = 'pip install "slime[sglang]"'
 
 OWNED_BY_SLIME = {
     "model_path": "--hf-checkpoint",
@@ -20,30 +25,46 @@ OWNED_BY_SLIME = {
     "base_gpu_id": None,
     "nccl_port": None,
     "skip_server_warmup": None,
+    "host": None,
+    "device": "--device",
+    # These put another server in front of the engine than the one that slime guards.
+    "tokenizer_worker_num": None,
+    "enable_http2": None,
+    "grpc_mode": None,
+    "smg_grpc_mode": None,
+    "encoder_only": None,
+    "use_ray": None,
+    "ssl_keyfile": None,
+    "ssl_certfile": None,
+    "api_key": None,
+    "admin_api_key": None,
 }
 """SGLang arguments that slime sets, and the flag that decides them, if there is one."""
 
+SHARED = ("context_length", "max_running_requests", "max_total_tokens", "page_size", "chunked_prefill_size")
+"""Arguments that mean the same for both engines, beside mem_fraction_static."""
+
 FAMILY = Family(
     "Engine",
-    "The inference servers. Other `--sglang-*` flags become available with the SGLang engine.",
+    "The inference servers. With SGLang installed, all of its server arguments are accepted as `--sglang-*` beside "
+    "these: `slime flags sglang` lists them.",
     (
         Flag(
             "--rollout-engine",
             text,
-            "embedded",
-            "Inference engine.",
+            help="Inference engine. Default: sglang where a GPU and SGLang are present, else embedded.",
             choices=("embedded", "sglang"),
-            pending_choices={"sglang": "the SGLang engine is not built yet; use embedded"},
         ),
         Flag("--sglang-context-length", integer, help="Longest context. Default: the model's."),
-        Flag("--sglang-max-running-requests", integer, 256, "Requests decoded together."),
+        Flag("--sglang-max-running-requests", integer, help="Requests decoded together. Default: the engine's (256)."),
         Flag("--sglang-max-total-tokens", integer, help="Tokens in the KV cache. Default: what memory allows."),
-        Flag("--sglang-page-size", integer, 16, "Tokens per page of the KV cache."),
+        Flag("--sglang-page-size", integer, help="Tokens per page of the KV cache. Default: the engine's (16)."),
         Flag("--sglang-chunked-prefill-size", integer, help="Prompt tokens per prefill step."),
         Flag(
             "--sglang-mem-fraction-static",
             number,
-            help="Share of device memory for weights and KV cache. Default: 0.6 under --colocate, else 0.85.",
+            help="Share of device memory for weights and KV cache. Default: 0.6 under --colocate; else 0.85 with the "
+            "embedded engine, and SGLang's own choice with SGLang.",
         ),
         Flag(
             "--sglang-dtype",
@@ -96,3 +117,19 @@ FAMILY = Family(
         ),
     ),
 )
+
+
+def shared_server_flags() -> tuple[Flag, ...]:
+    """Flags of the table above that a SGLang server is given as they are."""
+    return tuple(
+        flag for flag in FAMILY.flags if flag.dest.removeprefix("sglang_") in (*SHARED, "mem_fraction_static")
+    )
+
+
+@functools.cache
+def server_family() -> Family | None:
+    """All other server arguments of the installed SGLang; None when it is not installed."""
+    from slime.backends.sglang_utils.arguments import server_family as read_family
+
+    own = {name for flag in FAMILY.flags for name in (*flag.names, flag.dest)}
+    return read_family(without=own | {f"sglang_{name}" for name in OWNED_BY_SLIME})

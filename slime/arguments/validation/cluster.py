@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from argparse import Namespace
 
-from slime.arguments import pending
 from slime.arguments.problems import Problems
 
 logger = logging.getLogger(__name__)
@@ -40,13 +39,6 @@ def complete_devices(args: Namespace, problems: Problems) -> None:
         args.distributed_backend = "nccl" if args.device == "cuda" else "gloo"
     elif args.distributed_backend == "nccl" and args.device == "cpu":
         problems.add("--distributed-backend", "nccl", "needs --device cuda", "use gloo, or leave it out")
-    if args.rollout_num_gpus_per_engine > 1 and args.rollout_engine == "embedded":
-        problems.add(
-            "--rollout-num-gpus-per-engine",
-            args.rollout_num_gpus_per_engine,
-            f"not available yet: {pending.TENSOR_PARALLEL_ENGINE}",
-            "use 1; several engines share the load",
-        )
 
 
 def complete_sizes(args: Namespace, problems: Problems) -> None:

@@ -47,9 +47,7 @@ def _check_dump_source(template: str, problems: Problems) -> None:
 
 
 def complete(args: Namespace, problems: Problems) -> None:
-    """Engine memory, router address, trackers, run directory."""
-    if args.sglang_mem_fraction_static is None:
-        args.sglang_mem_fraction_static = 0.6 if args.colocate else 0.85
+    """Router address, trackers, run directory."""
     for flag, other in (("ip", "port"), ("port", "ip")):
         value = getattr(args, f"sglang_router_{flag}")
         if value is not None and getattr(args, f"sglang_router_{other}") is None:

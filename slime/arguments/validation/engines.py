@@ -1,0 +1,75 @@
+"""Which inference engine runs, and what it asks of the other flags."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+
+from slime.arguments import pending
+from slime.arguments.families.engine import INSTALL_SGLANG
+from slime.arguments.parser import SERVER_FLAGS
+from slime.arguments.problems import Problems
+from slime.backends.sglang_utils import compat
+
+logger = logging.getLogger(__name__)
+
+
+def complete(args: Namespace, problems: Problems) -> None:
+    """rollout_engine, sglang_mem_fraction_static; rules of engines over several GPUs."""
+    version = compat.installed_version()
+    if args.rollout_engine is None:
+        args.rollout_engine = "sglang" if args.device == "cuda" and version else "embedded"
+    if args.rollout_engine == "sglang":
+        _check_sglang(args, version, problems)
+    else:
+        _check_embedded(args, problems)
+    if args.sglang_mem_fraction_static is None:
+        if args.rollout_engine == "embedded":
+            args.sglang_mem_fraction_static = 0.6 if args.colocate else 0.85
+        elif args.colocate and args.device == "cuda":
+            args.sglang_mem_fraction_static = 0.6
+
+
+def _check_embedded(args: Namespace, problems: Problems) -> None:
+    if args.rollout_num_gpus_per_engine > 1:
+        problems.add(
+            "--rollout-num-gpus-per-engine",
+            args.rollout_num_gpus_per_engine,
+            f"not available yet: {pending.TENSOR_PARALLEL_ENGINE}",
+            "use 1; several engines share the load",
+        )
+    for flag in SERVER_FLAGS:
+        value = getattr(args, flag.dest)
+        if value != flag.default:
+            problems.add(flag.name, value, "is an argument of SGLang's server", "add --rollout-engine sglang")
+
+
+def _check_sglang(args: Namespace, version: str | None, problems: Problems) -> None:
+    if version is None:
+        if not args.debug_train_only:
+            problems.add("--rollout-engine", "sglang", "SGLang is not installed", INSTALL_SGLANG)
+        return
+    warning = compat.version_warning(version)
+    if warning:
+        logger.warning(warning)
+    size, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
+    if size > per_node and size % per_node:
+        problems.add(
+            "--rollout-num-gpus-per-engine",
+            size,
+            f"an engine over several nodes takes whole ones: must be a multiple of --num-gpus-per-node {per_node}",
+        )
+    pipeline = vars(args).get("sglang_pp_size") or 1
+    if size % pipeline:
+        problems.add("--rollout-num-gpus-per-engine", size, f"must be a multiple of --sglang-pp-size {pipeline}")
+    data_parallel = vars(args).get("sglang_dp_size") or 1
+    attention = vars(args).get("sglang_enable_dp_attention") or (vars(args).get("sglang_attn_dp_size") or 1) > 1
+    if data_parallel > 1 and not attention:
+        problems.add(
+            "--sglang-dp-size",
+            data_parallel,
+            "replicas inside one server cannot take weight updates",
+            "use more engines, or add --sglang-enable-dp-attention",
+        )
+    elif data_parallel > 1 and size % data_parallel:
+        problems.add("--rollout-num-gpus-per-engine", size, f"must be a multiple of --sglang-dp-size {data_parallel}")

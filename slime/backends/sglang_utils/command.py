@@ -1,0 +1,83 @@
+"""The command line and environment of a stock SGLang server, from slime's arguments."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from slime.arguments.families.engine import shared_server_flags
+from slime.arguments.parser import SERVER_FLAGS
+from slime.backends.sglang_utils.arguments import given_words, to_words
+from slime.backends.sglang_utils.cpu import CPU_ENGINE, CPU_FLAGS
+
+
+def launch_command(
+    args: Namespace,
+    rank: int,
+    host: str,
+    node_rank: int = 0,
+    nnodes: int = 1,
+    dist_init_addr: str | None = None,
+) -> list[str]:
+    """argv of engine `rank` (of its process on node `node_rank`), without `--port-file` and `--parent-pid`.
+
+    What the user gives as `--sglang-*` beats slime's own choices, which beat SGLang's defaults. SGLang refuses unknown
+    flags, so nothing is passed on that was not asked for.
+    """
+    given = [*given_words(args, SERVER_FLAGS), *given_words(args, shared_server_flags())]
+    asked = {word for word in given if word.startswith("--")}
+    words: list[str] = []
+    for name, value in _own_arguments(args, rank, host, node_rank, nnodes, dist_init_addr).items():
+        words += to_words(name, value)
+    for name, value in (CPU_FLAGS if args.device == "cpu" else {}).items():
+        flag = to_words(name, value)
+        if flag[0] not in asked:
+            words += flag
+    return [sys.executable, "-m", "slime.backends.sglang_utils.launch", "--", *words, *given]
+
+
+def _own_arguments(
+    args: Namespace, rank: int, host: str, node_rank: int, nnodes: int, dist_init_addr: str | None
+) -> dict[str, Any]:
+    """Server arguments that slime decides; `families.engine.OWNED_BY_SLIME` refuses them on the command line."""
+    own: dict[str, Any] = {
+        "model_path": args.hf_checkpoint,
+        "host": host,
+        "dtype": args.sglang_dtype or args.dtype,
+        "trust_remote_code": args.trust_remote_code,
+        "random_seed": args.seed + rank,
+        "tp_size": tensor_parallel_size(args),
+        "skip_server_warmup": True,
+        # The memory saver is a CUDA library: on CPU releasing is free of effect anyway.
+        "enable_memory_saver": args.offload_rollout and args.device == "cuda",
+        "enable_return_routed_experts": args.use_rollout_routing_replay,
+    }
+    if nnodes > 1:
+        own |= {"nnodes": nnodes, "node_rank": node_rank, "dist_init_addr": dist_init_addr}
+    return own
+
+
+def tensor_parallel_size(args: Namespace) -> int:
+    """The engine's GPUs, divided among its pipeline stages."""
+    return args.rollout_num_gpus_per_engine // pipeline_size(args)
+
+
+def pipeline_size(args: Namespace) -> int:
+    return vars(args).get("sglang_pp_size") or 1
+
+
+def launch_env(args: Namespace, gpus: Sequence[str]) -> dict[str, str]:
+    """Environment of the server.
+
+    Args:
+        gpus: the node's devices that it uses, in tensor-parallel order; empty leaves the process's own.
+    """
+    # A health check that generates kills a server whose memory is released.
+    env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if args.device == "cpu":
+        env[CPU_ENGINE] = "1"
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return env
