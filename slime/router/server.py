@@ -1,10 +1,11 @@
-"""slime's router: a least-loaded HTTP proxy in front of the inference servers.
+"""slime's router: an HTTP proxy in front of the inference servers.
 
     python -m slime.router.server --port 0 --port-file FILE
 
-Requests go to the worker with the fewest in flight. When a worker dies before it has answered, its request goes to
-another one. A client that hangs up takes its request at the worker with it. Engines are controlled (weights, memory,
-abort) directly, never through here.
+Requests go to the worker with the fewest in flight, or, with an `X-SMG-Routing-Key` header, to the key's worker. When
+a worker dies before it has answered, its request goes to another one; while there is none, requests wait. A client
+that hangs up takes its request at the worker with it. Engines are controlled (weights, memory, abort) directly, never
+through here.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
 import signal
+from argparse import Namespace
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
+from slime.router.health import HealthProbes
+from slime.router.middleware_hub import load_middleware
+from slime.router.proxy import Proxy, error_body, error_response
 from slime.router.workers import Worker, WorkerPool
 from slime.utils.async_utils import wait_for_exit
 from slime.utils.logging_utils import configure_logging
@@ -28,24 +33,41 @@ from slime.utils.misc import atomic_write
 
 logger = logging.getLogger(__name__)
 
-HOP_BY_HOP = frozenset(
-    ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding"]
-    + ["upgrade", "host", "content-length", "content-encoding", "expect"]
-)
-"""Headers that belong to one connection, or that are set anew for the next."""
 MAX_BODY = 4 << 30
-RETRIES_PER_WORKER = 2
-"""A kept-alive connection may have just been closed by its server; the second attempt opens a new one."""
 
 
 class Router:
-    """The HTTP application."""
+    """The HTTP application.
 
-    def __init__(self, request_timeout: float = 14400.0, max_connections: int = 0) -> None:
-        self.pool = WorkerPool()
+    Args:
+        request_timeout: seconds that a worker may take for one request.
+        max_connections: to all workers together; 0 is no limit.
+        queue_timeout: seconds that a request waits while no worker can take it.
+        failure_threshold: failures in a row until a worker is quarantined.
+        health_interval, health_timeout: of the probes, in seconds.
+        middleware_paths: import paths, see `slime.router.middleware_hub`.
+        args: what middleware may read: `hf_checkpoint`, `trust_remote_code`.
+    """
+
+    def __init__(
+        self,
+        request_timeout: float = 14400.0,
+        max_connections: int = 0,
+        queue_timeout: float = 30.0,
+        failure_threshold: int = 3,
+        health_interval: float = 10.0,
+        health_timeout: float = 5.0,
+        middleware_paths: list[str] | tuple[str, ...] = (),
+        args: Namespace | None = None,
+    ) -> None:
+        self.pool = WorkerPool(failure_threshold)
         self.request_timeout = request_timeout
         self.max_connections = max_connections
-        self.session: aiohttp.ClientSession | None = None
+        self.queue_timeout = queue_timeout
+        self.health_interval, self.health_timeout = health_interval, health_timeout
+        self.middleware_paths = middleware_paths
+        self.args = args or Namespace(hf_checkpoint=None, trust_remote_code=False)
+        self.proxy: Proxy | None = None
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
@@ -61,19 +83,33 @@ class Router:
                 web.get("/workers", self.get_workers),
                 web.get("/workers/{worker_id:.+}", self.get_worker),
                 web.delete("/workers/{worker_id:.+}", self.delete_worker),
-                web.route("*", "/{path:.*}", self.proxy),
+                web.post("/retrieve_from_text", self.retrieve_from_text),
+                web.route("*", "/{path:.*}", self.forward),
             ]
         )
+        app.middlewares.extend(load_middleware(path, app, self) for path in self.middleware_paths)
         return app
 
     async def _client(self, app: web.Application):
-        self.session = aiohttp.ClientSession(
+        async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self.max_connections),
             timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             auto_decompress=False,
-        )
-        yield
-        await self.session.close()
+        ) as session:
+            self.proxy = Proxy(self.pool, session, self.request_timeout, self.queue_timeout)
+            probes = HealthProbes(self.pool, session, self.health_interval, self.health_timeout)
+            task = asyncio.ensure_future(probes.run())
+            yield
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        return await self.proxy.forward(request)
+
+    async def retrieve_from_text(self, request: web.Request) -> web.Response:
+        """Answered by the middleware that remembers conversations."""
+        path = "slime.router.middleware_hub.radix_tree_middleware.RadixTreeMiddleware"
+        return error_response(404, f"needs --slime-router-middleware-paths {path}")
 
     async def health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "workers": len(self.pool)})
@@ -107,7 +143,7 @@ class Router:
         for worker in self.pool.workers:
             if wanted in (worker.worker_id, worker.url):
                 return web.json_response(worker.describe())
-        return _error(404, f"there is no worker {wanted}")
+        return error_response(404, f"there is no worker {wanted}")
 
     async def delete_worker(self, request: web.Request) -> web.Response:
         worker = self._remove(request.match_info["worker_id"])
@@ -117,7 +153,7 @@ class Router:
         try:
             worker = self.pool.add(url)
         except ValueError as error:
-            raise web.HTTPBadRequest(text=_error_body(str(error)), content_type="application/json") from error
+            raise web.HTTPBadRequest(text=error_body(str(error)), content_type="application/json") from error
         logger.info("worker %s at %s", worker.worker_id, worker.url)
         return worker
 
@@ -125,92 +161,12 @@ class Router:
         worker = self.pool.remove(id_or_url)
         if worker is None:
             message = f"there is no worker {id_or_url}"
-            raise web.HTTPNotFound(text=_error_body(message), content_type="application/json")
+            raise web.HTTPNotFound(text=error_body(message), content_type="application/json")
         logger.info("worker %s at %s removed", worker.worker_id, worker.url)
         return worker
 
     def _loads(self) -> dict[str, int]:
         return {worker.url: worker.in_flight for worker in self.pool.workers}
-
-    async def proxy(self, request: web.Request) -> web.StreamResponse:
-        """Pass a request to the least loaded worker; on to the next when it is unreachable or dies on the way."""
-        body = await request.read()
-        tried: list[Worker] = []
-        failure: Exception | None = None
-        while (worker := self.pool.pick(tried)) is not None:
-            for _ in range(RETRIES_PER_WORKER):
-                answer = _Answer(request)
-                try:
-                    return await self._forward(worker, request, body, answer)
-                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                    failure = error
-                    worker.fail()
-                    logger.warning("%s %s at %s: %r", request.method, request.path, worker.url, error)
-                    if answer.started:
-                        # The client has part of a stream: cut it, so that it sees the failure.
-                        if request.transport is not None:
-                            request.transport.close()
-                        raise
-                except asyncio.TimeoutError:
-                    return _error(504, f"{worker.url} did not answer within {self.request_timeout:g} s")
-                if isinstance(failure, aiohttp.ClientConnectorError):
-                    break
-            tried.append(worker)
-        if failure is None:
-            return _error(503, "no worker is registered", code="no_available_workers")
-        return _error(502, f"no worker could answer; the last failure: {failure!r}", code="workers_failed")
-
-    async def _forward(self, worker: Worker, request: web.Request, body: bytes, answer: _Answer) -> web.StreamResponse:
-        headers = CIMultiDict((k, v) for k, v in request.headers.items() if k.lower() not in HOP_BY_HOP)
-        worker.in_flight += 1
-        try:
-            async with self.session.request(
-                request.method,
-                worker.url + request.raw_path,
-                data=body or None,
-                headers=headers,
-                allow_redirects=False,
-            ) as reply:
-                if reply.content_type == "text/event-stream":
-                    result = await answer.stream(reply)
-                else:
-                    result = web.Response(body=await reply.read(), status=reply.status, headers=_passed_on(reply))
-            worker.succeed()
-            return result
-        finally:
-            worker.in_flight -= 1
-
-
-class _Answer:
-    """A streamed reply to the client."""
-
-    def __init__(self, request: web.Request) -> None:
-        self.request = request
-        self.started = False
-
-    async def stream(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
-        response = web.StreamResponse(status=reply.status, headers=_passed_on(reply))
-        await response.prepare(self.request)
-        self.started = True
-        async for chunk in reply.content.iter_any():
-            await response.write(chunk)
-        await response.write_eof()
-        return response
-
-
-def _passed_on(reply: aiohttp.ClientResponse) -> CIMultiDict:
-    kept = CIMultiDict((k, v) for k, v in reply.headers.items() if k.lower() not in HOP_BY_HOP)
-    if "Content-Encoding" in reply.headers:
-        kept["Content-Encoding"] = reply.headers["Content-Encoding"]
-    return kept
-
-
-def _error_body(message: str, code: str | None = None) -> str:
-    return json.dumps({"error": {"message": message, "code": code} if code else {"message": message}})
-
-
-def _error(status: int, message: str, code: str | None = None) -> web.Response:
-    return web.Response(status=status, text=_error_body(message, code), content_type="application/json")
 
 
 async def _url_of(request: web.Request) -> str:
@@ -226,7 +182,16 @@ async def _url_of(request: web.Request) -> str:
 
 async def serve(args: argparse.Namespace) -> None:
     """Run until SIGTERM, SIGINT or the end of the parent process."""
-    router = Router(args.request_timeout_secs, args.max_connections)
+    router = Router(
+        args.request_timeout_secs,
+        args.max_connections,
+        args.queue_timeout_secs,
+        args.health_check_failure_threshold,
+        args.health_check_interval_secs,
+        args.health_check_timeout_secs,
+        args.middleware_paths,
+        args,
+    )
     # A client that goes away cancels its handler, which closes the request at the worker.
     runner = web.AppRunner(router.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
@@ -260,6 +225,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--request-timeout-secs", type=float, default=14400.0)
     parser.add_argument("--max-connections", type=int, default=0, help="to all workers; 0 is no limit")
     parser.add_argument("--worker-urls", nargs="*", default=[], help="workers to start with")
+    parser.add_argument("--queue-timeout-secs", type=float, default=30.0, help="longest wait for a worker")
+    parser.add_argument("--health-check-interval-secs", type=float, default=10.0)
+    parser.add_argument("--health-check-timeout-secs", type=float, default=5.0)
+    parser.add_argument("--health-check-failure-threshold", type=int, default=3, help="failures until quarantine")
+    parser.add_argument("--middleware-paths", nargs="*", default=[], help="import paths of middleware classes")
+    parser.add_argument("--hf-checkpoint", help="tokenizer for middleware that needs one")
+    parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--log-level", default="INFO")
     return parser.parse_args(argv)
 
@@ -267,6 +239,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     configure_logging(args.log_level, f"router {os.getpid()}")
+    faulthandler.register(signal.SIGUSR1)
     asyncio.run(serve(args))
 
 

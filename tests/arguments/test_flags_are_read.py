@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import slime
-from slime.arguments.families import FLAGS
+from slime.arguments.families import FLAGS, sglang_router
 
 pytestmark = pytest.mark.unit
 PACKAGE = Path(slime.__file__).parent
@@ -20,7 +20,6 @@ CONSUMED_HERE = {
     "num_steps_per_rollout": "becomes global_batch_size",
     "offload": "becomes offload_train and offload_rollout",
     "dump_details": "becomes both dump templates",
-    "use_slime_router": "the only router",
     "eval_reward_key": "part of eval_datasets",
     **dict.fromkeys(
         (f"eval_{key}" for key in ("prompt_data", "config", "input_key", "label_key", "tool_key")),
@@ -51,6 +50,7 @@ def test_available_flags_are_read():
         if not flag.pending
         and flag.dest not in read
         and flag.dest not in CONSUMED_HERE
+        and flag not in sglang_router.FAMILY.flags  # passed on together
         and len(flag.choices) - len(flag.pending_choices) != 1
     ]
     assert ignored == []

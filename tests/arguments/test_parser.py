@@ -65,11 +65,11 @@ def test_missing_value(setup):
 
 
 def test_all_mistakes_are_reported_at_once(setup):
-    message = setup.errors("--sede", "1", "--lr", "x", "--use-tis", "--loss-type", "sft")
+    message = setup.errors("--sede", "1", "--lr", "x", "--release-train", "--loss-type", "sft")
     assert [line.split()[0] for line in message.splitlines() if not line.startswith("    ")] == [
         "--sede:",
         "--lr",
-        "--use-tis:",
+        "--release-train:",
         "--loss-type",
     ]
 

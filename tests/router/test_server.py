@@ -10,8 +10,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from slime.router.middleware_hub import payload_of, replace
 from slime.router.server import Router
 from slime.utils.async_utils import wait_for_exit
+from slime.utils.misc import HookError
 from tests.rollout.support import ScriptedEngine, served
 
 pytestmark = pytest.mark.integration
@@ -22,7 +24,7 @@ PAYLOAD = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 3, "sam
 async def routed(*apps, **options):
     """A router in front of apps, and a client session."""
     async with contextlib.AsyncExitStack() as stack:
-        router = Router(**options)
+        router = Router(**{"queue_timeout": 0.3, **options})
         base = await stack.enter_async_context(served(router.app()))
         for app in apps:
             router.pool.add(await stack.enter_async_context(served(app)))
@@ -150,7 +152,7 @@ async def test_a_dead_workers_request_goes_to_another():
             status, reply = await json_of(session.post(f"{base}/generate", json=PAYLOAD))
             assert status == 200 and reply["meta_info"]["completion_tokens"] > 0
         assert len(engine.requests) == 4 and 1 <= len(calls) <= 2
-        assert [w.healthy for w in router.pool.workers] == [False, True, False]
+        assert router.pool.workers[1].healthy and not router.pool.workers[2].healthy
 
 
 async def test_all_workers_dead_is_502_with_the_reason():
@@ -158,6 +160,127 @@ async def test_all_workers_dead_is_502_with_the_reason():
         router.pool.add("http://127.0.0.1:9")
         status, reply = await json_of(session.post(f"{base}/generate", json=PAYLOAD))
         assert status == 502 and "127.0.0.1" in reply["error"]["message"] and "9" in reply["error"]["message"]
+
+
+async def test_a_session_stays_at_its_worker():
+    engines = [ScriptedEngine() for _ in range(3)]
+    async with routed(*(e.app() for e in engines)) as (_, base, session):
+        for key in range(30):
+            payload = {**PAYLOAD, "session": key}
+            for _ in range(3):
+                request = session.post(f"{base}/generate", json=payload, headers={"X-SMG-Routing-Key": f"s{key}"})
+                assert (await json_of(request))[0] == 200
+        seen = [{r["session"] for r in e.requests} for e in engines]
+        assert sum(len(keys) for keys in seen) == 30 and all(len(keys) >= 3 for keys in seen)
+
+
+class Switch:
+    """A worker that can be made to refuse, hang or vanish, on one address."""
+
+    def __init__(self):
+        self.engine = ScriptedEngine()
+        self.state = "up"
+        self.asked = 0
+
+    def app(self):
+        @web.middleware
+        async def middleware(request, handler):
+            self.asked += request.path == "/generate"
+            if self.state == "starting":
+                return web.Response(status=503, text="loading")
+            if self.state == "stopped":
+                await asyncio.sleep(600)
+            return await handler(request)
+
+        app = self.engine.app()
+        app.middlewares.append(middleware)
+        return app
+
+
+PROBES = {"health_interval": 0.05, "health_timeout": 0.2, "queue_timeout": 20}
+
+
+async def test_requests_wait_for_a_worker_instead_of_failing():
+    switch = Switch()
+    async with routed(switch.app(), **PROBES) as (router, base, session):
+        switch.state = "starting"
+        requests = [asyncio.ensure_future(json_of(session.post(f"{base}/generate", json=PAYLOAD))) for _ in range(5)]
+        await until(lambda: router.pool.workers[0].quarantined)
+        asked = switch.asked
+        done, _ = await asyncio.wait(requests, timeout=0.3)
+        assert not done and switch.asked == asked  # a worker in quarantine gets none
+        switch.state = "up"
+        assert [status for status, _ in await asyncio.gather(*requests)] == [200] * 5
+        assert router.pool.workers[0].healthy
+
+
+async def test_requests_wait_for_the_first_worker():
+    engine = ScriptedEngine()
+    async with routed(queue_timeout=20) as (router, base, session), served(engine.app()) as worker:
+        request = asyncio.ensure_future(json_of(session.post(f"{base}/generate", json=PAYLOAD)))
+        await until(lambda: router.pool._waiters)
+        router.pool.add(worker)
+        assert (await asyncio.wait_for(request, 5))[0] == 200
+
+
+async def test_a_stopped_worker_loses_its_requests_to_another():
+    stopped, engine = Switch(), ScriptedEngine()
+    async with routed(stopped.app(), **PROBES) as (router, base, session):
+        stopped.state = "stopped"
+        request = asyncio.ensure_future(json_of(session.post(f"{base}/generate", json=PAYLOAD)))
+        await until(lambda: stopped.asked)
+        async with served(engine.app()) as worker:
+            router.pool.add(worker)
+            assert (await asyncio.wait_for(request, 10))[0] == 200
+            assert len(engine.requests) == 1 and router.pool.workers[0].in_flight == 0
+            stopped.state = "up"
+            await until(lambda: router.pool.workers[0].healthy)
+
+
+async def test_a_request_that_kills_workers_is_given_up():
+    calls = []
+
+    async def die(request):
+        calls.append(1)
+        await request.read()
+        request.transport.abort()
+        await asyncio.sleep(60)
+
+    app = web.Application()
+    app.router.add_post("/generate", die)
+    async with routed(app, **PROBES) as (_, base, session):
+        status, reply = await json_of(session.post(f"{base}/generate", json=PAYLOAD))
+        assert status == 502 and reply["error"]["code"] == "workers_failed" and len(calls) <= 10
+
+
+class Shout:
+    """Middleware: upper-cases what goes in, adds a header to what comes out."""
+
+    def __init__(self, app, *, router):
+        self.router = router
+
+    async def dispatch(self, request, call_next):
+        payload = await payload_of(request)
+        if payload is not None:
+            replace(request, {**payload, "text": payload["text"].upper()})
+        response = await call_next(request)
+        response.headers["X-Workers"] = str(len(self.router.pool))
+        return response
+
+
+async def test_middleware_by_import_path():
+    async def echo(request):
+        return web.json_response(await request.json())
+
+    app = web.Application()
+    app.router.add_post("/generate", echo)
+    async with routed(app, middleware_paths=["tests.router.test_server.Shout"]) as (_, base, session):
+        async with session.post(f"{base}/generate", json={"text": "hi"}) as reply:
+            assert reply.headers["X-Workers"] == "1" and await reply.json() == {"text": "HI"}
+        assert (await json_of(session.post(f"{base}/retrieve_from_text", json={"text": "x"})))[0] == 404
+    for path, message in (("nowhere.Middleware", "nowhere"), ("builtins.dict", "dispatch"), ("builtins.len", "len")):
+        with pytest.raises(HookError, match=message):
+            Router(middleware_paths=[path]).app()
 
 
 async def test_slow_worker_is_504():

@@ -1,4 +1,4 @@
-"""Registration and the least-loaded policy."""
+"""Registration, both policies, quarantine."""
 
 import pytest
 
@@ -30,11 +30,39 @@ def test_fewest_in_flight_then_longest_idle():
 def test_a_failed_worker_is_the_last_choice():
     pool = WorkerPool()
     first, second = pool.add("h:1"), pool.add("h:2")
-    first.fail()
+    pool.fail(first)
     second.in_flight = 100
     assert pool.pick() is second
     assert pool.pick([second]) is first
     assert pool.add("h:1") is first and first.healthy
+
+
+def test_quarantine_and_return():
+    pool = WorkerPool(failure_threshold=2)
+    first, second = pool.add("h:1"), pool.add("h:2")
+    assert not pool.fail(first) and pool.fail(first) and not pool.fail(first)
+    assert pool.pick([second]) is None and first.describe()["quarantined"]
+    assert pool.succeed(first) and not pool.succeed(first)
+    assert pool.pick([second]) is first
+
+
+def test_keys_keep_their_worker_when_others_come_and_go():
+    pool = WorkerPool()
+    workers = [pool.add(f"h:{port}") for port in range(1, 5)]
+    keys = [f"session-{i}" for i in range(2000)]
+    before = {key: pool.pick(key=key) for key in keys}
+    share = [sum(worker is w for w in before.values()) / len(keys) for worker in workers]
+    assert all(0.15 < part < 0.35 for part in share)
+    pool.fail(workers[0])
+    moved = {key for key in keys if pool.pick(key=key) is not before[key]}
+    assert moved == {key for key in keys if before[key] is workers[0]}
+    pool.succeed(workers[0])
+    assert all(pool.pick(key=key) is before[key] for key in keys)
+    extra = pool.add("h:9")
+    changed = [key for key in keys if pool.pick(key=key) is not before[key]]
+    assert all(pool.pick(key=key) is extra for key in changed) and 0.1 < len(changed) / len(keys) < 0.3
+    pool.remove(extra.worker_id)
+    assert all(pool.pick(key=key) is before[key] for key in keys)
 
 
 def test_remove_by_id_or_url():

@@ -5,6 +5,7 @@ from slime.arguments.families import (
     batching,
     checkpoint,
     cluster,
+    corrections,
     data,
     debug,
     engine,
@@ -17,6 +18,7 @@ from slime.arguments.families import (
     reward,
     rollout,
     router,
+    sglang_router,
     weight_sync,
 )
 from slime.arguments.flag import Family, Flag
@@ -34,10 +36,12 @@ FAMILIES: tuple[Family, ...] = tuple(
         evaluation,
         checkpoint,
         algorithm,
+        corrections,
         reward,
         weight_sync,
         engine,
         router,
+        sglang_router,
         observability,
         debug,
         megatron,

@@ -14,6 +14,7 @@ from slime.arguments.validation import (
     batching,
     checkpoints,
     cluster,
+    corrections,
     data,
     engines,
     evaluation,
@@ -21,6 +22,7 @@ from slime.arguments.validation import (
     loops,
     model,
     ranges,
+    router,
     services,
 )
 
@@ -34,9 +36,11 @@ _STEPS = (
     functions.check,
     batching.complete,
     algorithm.complete,
+    corrections.check,
     data.check,
     evaluation.complete,
     checkpoints.complete,
+    router.complete,
     services.complete,
 )
 """In the order in which derived values build on each other."""

@@ -48,10 +48,6 @@ def _check_dump_source(template: str, problems: Problems) -> None:
 
 def complete(args: Namespace, problems: Problems) -> None:
     """Router address, trackers, run directory."""
-    for flag, other in (("ip", "port"), ("port", "ip")):
-        value = getattr(args, f"sglang_router_{flag}")
-        if value is not None and getattr(args, f"sglang_router_{other}") is None:
-            problems.add(f"--sglang-router-{flag}", value, f"needs --sglang-router-{other}", "add it")
     if args.ci_disable_kl_checker and not args.ci_test:
         problems.add("--ci-disable-kl-checker", None, "has no effect without --ci-test", "add it")
     if args.use_wandb and args.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:

@@ -1,0 +1,60 @@
+"""Middleware of slime's router: classes that see each request before it is sent on, and its answer.
+
+    class Middleware:
+        def __init__(self, app, *, router): ...
+        async def dispatch(self, request, call_next): return await call_next(request)
+
+`request` is an `aiohttp.web.Request`, the answer an `aiohttp.web.StreamResponse`. `router.pool` has the workers,
+`router.args` the checkpoint that the engines serve. The first path given is the outermost. `payload_of` and `replace`
+read and change the JSON body that the worker gets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from slime.router.proxy import BODY
+from slime.utils.misc import HookError, load_function
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+FLAG = "--slime-router-middleware-paths"
+
+
+def load_middleware(path: str, app: web.Application, router: Any) -> Callable:
+    """The middleware class at an import path, as aiohttp calls it.
+
+    Raises:
+        HookError: it has no `dispatch`, or cannot be built as `Class(app, router=router)`.
+    """
+    factory = load_function(path, FLAG)
+    try:
+        instance = factory(app, router=router)
+    except TypeError as error:
+        raise HookError(f"{FLAG} {path}: {error}; it is built as Class(app, router=router)") from error
+    if not callable(getattr(instance, "dispatch", None)):
+        raise HookError(f"{FLAG} {path} has no method dispatch(request, call_next)")
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await instance.dispatch(request, handler)
+
+    return middleware
+
+
+async def payload_of(request: web.Request) -> dict[str, Any] | None:
+    """The JSON object that the worker will get; None when the body is none."""
+    body = request[BODY] if BODY in request else await request.read()
+    try:
+        payload = json.loads(body)
+    except ValueError:
+        return None
+    return payload if isinstance(payload, dict) else None
+
+
+def replace(request: web.Request, payload: dict[str, Any]) -> None:
+    """Let the worker get `payload` instead of the body that the client sent."""
+    request[BODY] = json.dumps(payload).encode()

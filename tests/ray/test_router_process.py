@@ -1,0 +1,95 @@
+"""Both routers as processes of a run; sglang-router where SLIME_TEST_SGLANG_ROUTER_ENV names its environment."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from slime.arguments.entry import load_args
+from slime.ray.router_process import RouterProcess
+from slime.ray.server_process import ServerError, http_json
+from slime.router import sglang
+from tests.engine.server_process import EngineServer
+
+pytestmark = pytest.mark.integration
+SGLANG_ROUTER_ENV = os.environ.get("SLIME_TEST_SGLANG_ROUTER_ENV")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir, tmp_path_factory):
+    server = EngineServer(tiny_model_dir, tmp_path_factory.mktemp("engine")).wait()
+    yield server
+    server.stop()
+
+
+def arguments(tiny_model_dir, tmp_path, *flags):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"input": "x"}\n')
+    return load_args(
+        ["--train-backend", "fsdp", "--device", "cpu", "--hf-checkpoint", tiny_model_dir, "--prompt-data", str(data)]
+        + ["--rollout-batch-size", "1", "--global-batch-size", "1", "--num-rollout", "1", "--rm-type", "math"]
+        + [
+            "--actor-num-gpus-per-node",
+            "1",
+            "--colocate",
+            "--rollout-max-response-len",
+            "8",
+            "--run-dir",
+            str(tmp_path / "run"),
+            *flags,
+        ]
+    )
+
+
+PAYLOAD = {"text": "what is the sum of 3 and 4 ?", "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+KINDS = [
+    pytest.param(("--use-slime-router",), id="slime"),
+    pytest.param(
+        ("--sglang-router-env", SGLANG_ROUTER_ENV, "--router-policy", "round_robin", "--router-log-level", "warn"),
+        id="sglang-router",
+        marks=pytest.mark.skipif(not SGLANG_ROUTER_ENV, reason="SLIME_TEST_SGLANG_ROUTER_ENV is not set"),
+    ),
+]
+
+
+@pytest.mark.parametrize("flags", KINDS)
+def test_registered_engines_answer(engine, tiny_model_dir, tmp_path, flags):
+    router = RouterProcess(arguments(tiny_model_dir, tmp_path, *flags), tmp_path / "router.log")
+    try:
+        url = router.start()
+        router.add(engine.url)
+        reply = http_json("POST", url + "/generate", PAYLOAD)
+        assert len(reply["meta_info"]["output_token_logprobs"]) > 0
+        os.kill(router.process.pid, signal.SIGKILL)
+        router.process.wait_for_death()
+        assert router.is_dead()
+        assert router.start() == url  # requests find it again
+        router.add(engine.url)
+        assert http_json("POST", url + "/generate", PAYLOAD)["meta_info"]["completion_tokens"] > 0
+        router.remove(engine.url)
+        router.remove(engine.url)
+    finally:
+        router.close()
+
+
+@pytest.mark.unit
+def test_options_of_sglang_router(tiny_model_dir, tmp_path):
+    args = arguments(
+        tiny_model_dir, tmp_path, "--sglang-router-env", sys.executable, "--router-dp-aware",
+        "--router-policy", "manual", "--router-selector", "a=1", "b=2", "--router-cache-threshold", "0.5",
+    )  # fmt: skip
+    assert sorted(" ".join(sglang.options(args)).split("--")[1:]) == [
+        "cache-threshold 0.5 ", "dp-aware", "policy manual ", "selector a=1 b=2 "
+    ]  # fmt: skip
+    assert not args.use_slime_router
+
+
+def test_a_wrong_option_is_shown(tiny_model_dir, tmp_path):
+    flags = ("--use-slime-router", "--slime-router-middleware-paths", "tests.router.test_server.Shout")
+    args = arguments(tiny_model_dir, tmp_path, *flags)
+    args.slime_router_middleware_paths = ["tests.router.test_server.PAYLOAD"]
+    router = RouterProcess(args, tmp_path / "router.log")
+    with pytest.raises(ServerError, match="--slime-router-middleware-paths"):
+        router.start()
+    router.close()
