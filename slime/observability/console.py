@@ -24,12 +24,15 @@ ROW = (
     ("train", "perf/train_time", ".1fs"),
     ("sync", "perf/update_weights_time", ".2fs"),
 )
+SUPERVISED_ROW = tuple(cell for cell in ROW if cell[0] not in ("reward", "trunc", "kl", "clip"))
+"""Supervised samples have no reward."""
 
 
 class Console:
     """Prints to stdout and appends every line to the driver's log."""
 
-    def __init__(self, log_file: Path) -> None:
+    def __init__(self, log_file: Path, columns: tuple[tuple[str, str, str], ...] = ROW) -> None:
+        self._columns = columns
         self._log = open(log_file, "a")  # noqa: SIM115 (closed by close)
         self._rich = None
         self._spinner_text: Callable[[str], None] = _ignore
@@ -61,7 +64,7 @@ class Console:
 
     def row(self, rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> None:
         """One line that sums a rollout up, e.g. `rollout 3/100  reward 0.412  len 23.1  ...`."""
-        cells = [f"{label} {_format(metrics[key], spec)}" for label, key, spec in ROW if key in metrics]
+        cells = [f"{label} {_format(metrics[key], spec)}" for label, key, spec in self._columns if key in metrics]
         self.line("  ".join([f"rollout {rollout_id + 1}/{num_rollout}", *cells]))
 
     def evaluation(self, rollout_id: int, metrics: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.observability.console import Console
+from slime.observability.console import ROW, SUPERVISED_ROW, Console
 from slime.observability.run_dir import RunDir, to_plain
 
 STEP_AXES = {
@@ -113,7 +113,8 @@ class MetricsLogger:
     def __init__(self, args: Namespace) -> None:
         run_dir = RunDir(args.run_dir)
         self._args = args
-        self.console = Console(run_dir.log_file("driver"))
+        columns = SUPERVISED_ROW if args.loss_type == "sft_loss" else ROW
+        self.console = Console(run_dir.log_file("driver"), columns)
         self._trackers: list[Tracker] = [JsonlTracker(run_dir.path / "metrics.jsonl")]
         if args.use_tensorboard:
             self._trackers.append(TensorBoardTracker(args))

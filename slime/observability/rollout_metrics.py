@@ -45,13 +45,25 @@ def has_repetition(text: str) -> bool:
     return len(window) > 0 and len(window) / len(zlib.compress(window)) > REPETITION_RATIO
 
 
+def trajectory_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[float]:
+    """One reward per trajectory: the pieces that one trajectory was split into (same `rollout_id`) count once."""
+    pieces: dict[Any, list[float]] = defaultdict(list)
+    for position, (sample, reward) in enumerate(zip(samples, rewards, strict=True)):
+        pieces[("alone", position) if sample.rollout_id is None else sample.rollout_id].append(reward)
+    return [sum(values) / len(values) for values in pieces.values()]
+
+
+def rewards_by_prompt(args: Namespace, samples: Sequence[Sample]) -> list[list[float]]:
+    """The rewards of each prompt's trajectories."""
+    return [trajectory_rewards(g, [s.get_reward_value(args) for s in g]) for g in group_by_prompt(samples)]
+
+
 def zero_std_counts(args: Namespace, samples: Sequence[Sample]) -> dict[str, int]:
-    """Groups whose samples all have the same reward, counted per reward: they carry no GRPO signal."""
+    """Groups whose trajectories all have the same reward, counted per reward: they carry no GRPO signal."""
     counts: dict[str, int] = defaultdict(int)
-    for group in group_by_prompt(samples):
-        rewards = {sample.get_reward_value(args) for sample in group}
-        if len(group) > 1 and len(rewards) == 1:
-            counts[f"zero_std/count_{round(rewards.pop(), 1):g}"] += 1
+    for rewards in rewards_by_prompt(args, samples):
+        if len(rewards) > 1 and len(set(rewards)) == 1:
+            counts[f"zero_std/count_{round(rewards[0], 1):g}"] += 1
     return dict(counts)
 
 
@@ -69,8 +81,7 @@ def pass_at_k(correct: Sequence[tuple[int, int]]) -> dict[str, float]:
 
 def pass_rates(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
     """pass@k over the prompts of `samples`; correct means a reward of exactly 1."""
-    groups = group_by_prompt(samples)
-    return pass_at_k([(len(g), sum(s.get_reward_value(args) == 1 for s in g)) for g in groups])
+    return pass_at_k([(len(rewards), rewards.count(1)) for rewards in rewards_by_prompt(args, samples)])
 
 
 def reward_categories(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
@@ -91,6 +102,31 @@ def multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics | {f"multi_turn/multi_turn_metric/{name.replace('/', '_')}": value for name, value in stats.items()}
 
 
+def engine_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What the engines report: draft tokens accepted under speculative decoding, prompt tokens found in the cache.
+
+    `spec_accept_length` is tokens per verification, the model's own token included.
+    """
+    spec, cache = _totals(s.spec_info for s in samples), _totals(s.prefix_cache_info for s in samples)
+    metrics = {}
+    if spec.get("draft_tokens"):
+        metrics["spec_accept_rate"] = spec["accepted_tokens"] / spec["draft_tokens"]
+    if spec.get("verify_steps"):
+        metrics["spec_accept_length"] = spec["completion_tokens"] / spec["verify_steps"]
+    if cache.get("prompt_tokens"):
+        metrics["prefix_cache_hit_rate"] = cache["cached_tokens"] / cache["prompt_tokens"]
+        metrics["prefix_cache_tokens_per_sample"] = cache["cached_tokens"] / len(samples)
+    return metrics
+
+
+def _totals(counters: Iterable[dict[str, float] | None]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
+    for counter in counters:
+        for name, value in (counter or {}).items():
+            totals[name] += value
+    return totals
+
+
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """What is true of any list of samples: lengths, truncation, repetition."""
     return {
@@ -103,7 +139,7 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float, num_gpus: int) -> dict[str, float]:
     """All metrics of one training rollout that took `seconds` on `num_gpus` worker slots."""
     scored = [s for s in samples if s.reward is not None]
-    metrics: dict[str, float] = dict(sample_metrics(samples))
+    metrics: dict[str, float] = sample_metrics(samples) | engine_metrics(samples)
     metrics |= zero_std_counts(args, scored)
     if args.log_reward_category:
         metrics |= reward_categories(args, scored)
@@ -136,21 +172,36 @@ def speed_metrics(samples: Sequence[Sample], seconds: float, num_gpus: int) -> d
 
 
 def eval_metrics(args: Namespace, data: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """`eval/{name}` (mean reward), truncation, lengths and pass@k per dataset of an evaluation's output."""
+    """`eval/{name}` (mean reward) per data set of an evaluation's output, and what its samples say.
+
+    That is `-truncated_ratio`, `/response_len/...`, `/repetition_frac`, with `--log-passrate` `-pass@k`, with
+    `--log-reward-category` `/error_cat/...` and with `--log-multi-turn` `/multi_turn/...`.
+    """
     out: dict[str, float] = {}
     for name, result in data.items():
         out[f"eval/{name}"] = mean(result["rewards"])
-        samples: list[Sample] = result.get("samples") or []
         if "truncated" in result:
             out[f"eval/{name}-truncated_ratio"] = mean(result["truncated"])
+        samples: list[Sample] = result.get("samples") or []
         if samples:
-            lengths = [s.effective_response_length for s in samples]
-            out |= describe(f"eval/{name}/response_len", lengths)
-            out[f"eval/{name}/repetition_frac"] = mean(has_repetition(s.response) for s in samples)
-        if args.log_passrate and samples:
-            by_prompt: dict[Any, list[float]] = defaultdict(list)
-            for sample, reward in zip(samples, result["rewards"], strict=True):
-                by_prompt[sample.group_index].append(reward)
-            rates = pass_at_k([(len(r), sum(x == 1 for x in r)) for r in by_prompt.values()])
-            out |= {f"eval/{name}-{k}": value for k, value in rates.items()}
+            out |= _eval_sample_metrics(args, f"eval/{name}", samples, result["rewards"])
     return out
+
+
+def _eval_sample_metrics(
+    args: Namespace, prefix: str, samples: Sequence[Sample], rewards: Sequence[float]
+) -> dict[str, float]:
+    out = describe(f"{prefix}/response_len", [s.effective_response_length for s in samples])
+    out[f"{prefix}/repetition_frac"] = mean(has_repetition(s.response) for s in samples)
+    if args.log_passrate:
+        reward_of = {id(sample): reward for sample, reward in zip(samples, rewards, strict=True)}
+        groups = group_by_prompt(samples)
+        trajectories = [trajectory_rewards(group, [reward_of[id(s)] for s in group]) for group in groups]
+        rates = pass_at_k([(len(values), values.count(1)) for values in trajectories])
+        out |= {f"{prefix}-{k}": value for k, value in rates.items()}
+    extra: dict[str, float] = {}
+    if args.log_reward_category:
+        extra |= reward_categories(args, samples)
+    if args.log_multi_turn:
+        extra |= multi_turn_metrics(samples)
+    return out | {f"{prefix}/{name}": value for name, value in extra.items()}

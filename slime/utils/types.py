@@ -52,8 +52,11 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     train_metadata: dict[str, Any] | None = None
     spec_info: dict[str, Any] | None = None
-    rollout_id: int | None = None
-    """Trajectory id: the pieces of one trajectory that was split into several samples share it."""
+    """Under speculative decoding: `accepted_tokens`, `draft_tokens`, `verify_steps` and `completion_tokens`, summed
+    over the requests of this sample."""
+    rollout_id: int | str | None = None
+    """Trajectory id: the pieces of one trajectory that was split into several samples share it, and nothing else of
+    the rollout has it."""
     session_id: str | None = None
     remove_sample: bool = False
     """Keep the sample in the batch and its denominators, but train on none of its tokens."""
@@ -153,10 +156,11 @@ class Sample:
         if "prompt_tokens" in meta_info:
             info = self.prefix_cache_info or {"cached_tokens": 0, "prompt_tokens": 0}
             self.prefix_cache_info = {key: info[key] + (meta_info.get(key) or 0) for key in info}
-        counters = {k: v for k, v in meta_info.items() if k.startswith("spec_") and isinstance(v, (int, float))}
+        counters = {name: meta_info[key] for key, name in _SPEC_COUNTERS.items() if meta_info.get(key) is not None}
         if counters:
+            counters["completion_tokens"] = meta_info.get("completion_tokens", self.response_length - start)
             earlier = self.spec_info or {}
-            self.spec_info = {k: earlier.get(k, 0) + v for k, v in counters.items()}
+            self.spec_info = {name: earlier.get(name, 0) + counters.get(name, 0) for name in {*earlier, *counters}}
         if update_terminal_info:
             reason = (meta_info.get("finish_reason") or {}).get("type")
             self.status = _STATUS_OF_FINISH.get(reason, self.status)
@@ -184,6 +188,15 @@ class Sample:
         """A deep copy, so that the samples of one prompt share no list."""
         return copy.deepcopy(self)
 
+
+_SPEC_COUNTERS = {
+    "spec_accept_token_num": "accepted_tokens",
+    "spec_accepted_drafts": "accepted_tokens",
+    "spec_draft_token_num": "draft_tokens",
+    "spec_proposed_drafts": "draft_tokens",
+    "spec_verify_ct": "verify_steps",
+}
+"""SGLang's names of what it counts per request under speculative decoding, old and new."""
 
 _STATUS_OF_FINISH = {
     "stop": SampleStatus.COMPLETED,

@@ -21,6 +21,7 @@ def args(tmp_path):
         rollout_batch_size=4,
         n_samples_per_prompt=2,
         global_batch_size=4,
+        loss_type="policy_loss",
     )
 
 
@@ -76,3 +77,11 @@ def test_plain_console(tmp_path, capsys):
     assert out[1] == "eval after 3 rollouts  held-out 0.750  held-out-pass@1 0.700"
     log = (tmp_path / "driver.log").read_text()
     assert "generating ..." in log and "rollout 1/3" in log
+
+
+def test_supervised_rows_have_no_reward(args, tmp_path):
+    args.loss_type = "sft_loss"
+    logger = MetricsLogger(args)
+    logger.log_rollout(0, 10, {"rollout/raw_reward": 0.0, "rollout/truncated_ratio": 0.0, "train/loss": 2.5})
+    logger.close()
+    assert (tmp_path / "run" / "logs" / "driver.log").read_text().endswith("rollout 1/10  loss 2.5\n")

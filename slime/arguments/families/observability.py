@@ -32,12 +32,7 @@ FAMILY = Family(
         Flag("--log-multi-turn", action=STORE_TRUE, help="Metrics multi_turn/*."),
         Flag("--log-passrate", action=STORE_TRUE, help="Metrics pass@k."),
         Flag("--log-reward-category", text, help="Key of dict rewards that gives metrics error_cat/*."),
-        Flag(
-            "--log-correct-samples",
-            action=STORE_TRUE,
-            help="Metrics of correct samples only.",
-            pending="metrics of correct samples only are not built yet",
-        ),
+        Flag("--log-correct-samples", action=STORE_TRUE, help="Metrics rollout/correct/* of samples with reward 1."),
         Flag(
             "--custom-rollout-log-function-path",
             function_path,
