@@ -182,7 +182,7 @@ class TestPrintConfig:
         assert exit_.value.code == 0
         out = capsys.readouterr().out
         assert yaml.safe_load(out)["global_batch_size"] == 32
-        assert "secret-key" not in out and "use_tis" not in out
+        assert "secret-key" not in out and "release_train" not in out
 
     def test_its_output_is_a_custom_config(self, setup):
         data = setup.write_rows("eval.jsonl", [{"input": "1", "label": "1"}])

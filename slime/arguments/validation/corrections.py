@@ -1,0 +1,38 @@
+"""Corrections of the train/rollout mismatch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from slime.arguments.parser import BY_DEST
+from slime.arguments.problems import Problems
+
+_OF_POLICY_LOSS = ("use_tis", "get_mismatch_metrics", "use_opsm", "custom_pg_loss_reducer_function_path")
+_OF_TIS = ("tis_clip", "tis_clip_low", "custom_tis_function_path")
+_OF_MIS = ("mis_level", "mis_mode", "mis_upper_bound", "mis_lower_bound", "mis_veto_threshold")
+
+
+def check(args: Namespace, problems: Problems) -> None:
+    """Settings that nothing uses, and bounds in the wrong order."""
+    if args.loss_type != "policy_loss":
+        fix = "use --loss-type policy_loss, or leave it out"
+        _unused(args, _OF_POLICY_LOSS, f"has no effect with --loss-type {args.loss_type}", fix, problems)
+    if not args.use_tis and not args.get_mismatch_metrics:
+        _unused(args, _OF_TIS, "has no effect without --use-tis", "add --use-tis or --get-mismatch-metrics", problems)
+    if args.custom_tis_function_path is None:
+        fix = "add --use-tis --custom-tis-function-path slime.training.mis.mis_function"
+        _unused(args, _OF_MIS, "has no effect without a correction that reads it", fix, problems)
+    if not args.use_opsm:
+        _unused(args, ("opsm_delta",), "has no effect without --use-opsm", "add --use-opsm", problems)
+    for low, high in (("tis_clip_low", "tis_clip"), ("mis_lower_bound", "mis_upper_bound")):
+        lower, upper = getattr(args, low), getattr(args, high)
+        if lower > upper and not problems.concern(BY_DEST[low].name, BY_DEST[high].name):
+            rule = f"must not exceed {BY_DEST[high].name} {upper}"
+            problems.add(BY_DEST[low].name, lower, rule, "lower it, or raise the upper bound")
+
+
+def _unused(args: Namespace, dests: tuple[str, ...], rule: str, fix: str, problems: Problems) -> None:
+    for dest in dests:
+        flag, value = BY_DEST[dest], getattr(args, dest)
+        if value != flag.default and not problems.concern(flag.name):
+            problems.add(flag.name, None if flag.is_bool else value, rule, fix)
