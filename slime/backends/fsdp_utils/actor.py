@@ -132,7 +132,8 @@ class FSDPTrainRayActor(FSDPTrainer):
             return False
         if args.custom_advantage_function_path or args.rollout_data_postprocess_path:
             return False
-        return len(data.steps) == 1 or args.use_rollout_logprobs
+        # The mismatch is measured between the engine and the weights before the update.
+        return len(data.steps) == 1 or (args.use_rollout_logprobs and not args.get_mismatch_metrics)
 
     @torch.no_grad()
     def _log_probs(
