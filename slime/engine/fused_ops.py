@@ -132,19 +132,22 @@ def rotary(
 
 
 @torch.inference_mode()
-def fuse(model: torch.nn.Module) -> tuple[int, int]:
-    """Use the kernels in `model` where they apply; returns how many norms and attention modules changed."""
+def fuse(model: torch.nn.Module, norm: Callable = rms_norm, rope: Callable = rotary) -> tuple[int, int]:
+    """Use the kernels in `model` where they apply; returns how many norms and attention modules changed.
+
+    `norm` and `rope` compute what `rms_norm` and `rotary` do, with a gradient where it is needed.
+    """
     norms = attentions = 0
     fused_rope: dict[Callable, Callable | None] = {}
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and _same_norm(module):
-            module.forward = MethodType(_norm_forward, module)
+            module.forward = MethodType(_norm_forward(norm), module)
             norms += 1
         forward = type(module).forward
         if isinstance(forward, FunctionType) and ROPE in forward.__code__.co_names:
             original = forward.__globals__.get(ROPE)
             if original not in fused_rope:
-                fused_rope[original] = _rope_for(original, module)
+                fused_rope[original] = _rope_for(original, module, rope)
             if fused_rope[original] is not None:
                 # The same code with another function behind the name.
                 scope = {**forward.__globals__, ROPE: fused_rope[original]}
@@ -158,8 +161,11 @@ def fuse(model: torch.nn.Module) -> tuple[int, int]:
     return norms, attentions
 
 
-def _norm_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, self.weight, self.variance_epsilon)
+def _norm_forward(norm: Callable) -> Callable:
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return norm(x, self.weight, self.variance_epsilon)
+
+    return forward
 
 
 def _same_norm(module: torch.nn.Module) -> bool:
@@ -174,7 +180,7 @@ def _same_norm(module: torch.nn.Module) -> bool:
     return got.dtype == expected.dtype and torch.allclose(got.float(), expected.float(), rtol=2e-2, atol=1e-6)
 
 
-def _rope_for(original: Callable, module: torch.nn.Module) -> Callable | None:
+def _rope_for(original: Callable, module: torch.nn.Module, rope: Callable) -> Callable | None:
     """`original` with the kernel where the shapes allow it; None when it computes something else."""
     weight = next(module.parameters(), None)
     if weight is None:
@@ -193,7 +199,7 @@ def _rope_for(original: Callable, module: torch.nn.Module) -> Callable | None:
         plain = not args and not kwargs and q.ndim == 4 and cos.ndim == 3 and len(q) == len(k) == len(cos) == 1
         plain = plain and q.shape[-1] == k.shape[-1] == cos.shape[-1] == sin.shape[-1]
         plain = plain and q.stride(-1) == k.stride(-1) == 1 and q.dtype == k.dtype == cos.dtype == sin.dtype
-        return rotary(q, k, cos, sin) if plain else original(q, k, cos, sin, *args, **kwargs)
+        return rope(q, k, cos, sin) if plain else original(q, k, cos, sin, *args, **kwargs)
 
     return apply
 

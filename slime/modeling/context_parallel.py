@@ -24,12 +24,19 @@ class ShardedSequences:
         lengths: this rank's tokens of each sequence, the same on all ranks and even.
         group: the ranks that share the sequences.
         device: where the row lives.
+        packed: attends to the whole sequences.
     """
 
-    def __init__(self, lengths: list[int], group: dist.ProcessGroup, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        lengths: list[int],
+        group: dist.ProcessGroup,
+        device: torch.device | str = "cpu",
+        packed: type[PackedSequences] = PackedSequences,
+    ):
         self.group = group
         self.size = dist.get_world_size(group)
-        self.packed = PackedSequences([n * self.size for n in lengths], device)
+        self.packed = packed([n * self.size for n in lengths], device)
         self.order, self.inverse = (x.to(device) for x in _whole_row(lengths, self.size))
 
     def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from slime.modeling.attention import AttentionContext, PackedSequences
 from slime.modeling.context_parallel import ShardedSequences
 from slime.modeling.hf import empty_causal_lm, load_causal_lm
+from slime.modeling.kept_attention import KeptAttention
 from slime.training.batch import MicroBatch
 from slime.training.context_parallel import ALONE, ContextParallel, LocalRow, local_row
 from slime.training.logprobs import log_probs_from_logits, token_log_probs
@@ -47,6 +48,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model.eval()
         self.cp = cp
+        self.recomputes = gradient_checkpointing
         self.plain_head = all(getattr(model.config, name, None) in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
         if gradient_checkpointing:
             for layer in decoder_layers(model):
@@ -96,9 +98,10 @@ class PolicyModel(nn.Module):
 
     def attention_context(self, row: LocalRow) -> AttentionContext:
         """How the tokens of `row` attend to each other."""
+        kind = KeptAttention if self.recomputes else PackedSequences
         if self.cp.size == 1:
-            return PackedSequences(row.lengths, row.tokens.device)
-        return ShardedSequences(row.lengths, self.cp.group, row.tokens.device)
+            return kind(row.lengths, row.tokens.device)
+        return ShardedSequences(row.lengths, self.cp.group, row.tokens.device, kind)
 
     @staticmethod
     def _gathered(row: LocalRow, log_probs_K, entropy_K) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -178,8 +181,13 @@ def build_policy(
     reduce_dtype = torch.promote_types(options.param_dtype, torch.float32)
     precision = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=reduce_dtype)
     done: set[nn.Module] = set()
+    fuse = device.type == "cuda" and options.compute_dtype != torch.float32
     for layer in decoder_layers(model):
         _materialize(layer, mesh, device, done)
+        if fuse:
+            from slime.backends.fsdp_utils.fused import fuse_for_training
+
+            fuse_for_training(layer)
         shard(layer, mp_policy=precision)
     _materialize(policy, mesh, device, done)
     # The root's input is the MicroBatch, whose fp32 masks and advantages must stay as they are.

@@ -1,0 +1,86 @@
+"""Packed attention for training with recomputation: layers are computed again in backward, their attention is not.
+
+Attention is the one part of a layer whose cost grows with the square of the length, and its output is as small as a
+hidden state. So the output (and the log-sum-exp that the kernel's backward needs) is kept from the first forward and
+handed out when the layer is recomputed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from slime.modeling.attention import PackedSequences
+
+
+class KeptAttention(PackedSequences):
+    """AttentionContext of one forward and backward pass in which every layer runs twice, first in order.
+
+    Where the fused kernel does not run (CPU, fp32), and without gradients, it is `PackedSequences`.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+        super().__init__(lengths, device)
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
+        if not (query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()):
+            return super().attend(layer_idx, query_THD, key_TGD, value_TGD, scale, window)
+        value_dim = value_TGD.shape[-1]
+        if value_dim != query_THD.shape[-1]:
+            value_TGD = F.pad(value_TGD, (0, query_THD.shape[-1] - value_dim))
+        kept = self._kept.pop(layer_idx, None)
+        out, lse = _FlashVarlen.apply(
+            query_THD, key_TGD, value_TGD, self.cu_seqlens, self.max_seqlen, scale, window, kept
+        )
+        if kept is None:
+            self._kept[layer_idx] = (out.detach(), lse)
+        return out[..., :value_dim]
+
+
+class _FlashVarlen(torch.autograd.Function):
+    """Causal flash attention whose forward takes a result that is there already.
+
+    aten's operators themselves: `torch.nn.attention.varlen` does not let forward and backward be called apart.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, cu_seqlens, max_seqlen, scale, window, kept):
+        causal = window is None
+        spans = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        ctx.options = {
+            "scale": scale,
+            "window_size_left": -1 if causal else window - 1,
+            "window_size_right": 0,
+        }
+        ctx.max_seqlen, ctx.causal = max_seqlen, causal
+        if kept is None:
+            kept = torch.ops.aten._flash_attention_forward(
+                query, key, value, *spans, 0.0, causal, False, **ctx.options
+            )[:2]
+        out, lse = kept
+        ctx.save_for_backward(query, key, value, out, lse, cu_seqlens)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        query, key, value, out, lse, cu_seqlens = ctx.saved_tensors
+        spans = (cu_seqlens, cu_seqlens, ctx.max_seqlen, ctx.max_seqlen)
+        # Without dropout the random state is not looked at.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            lse,
+            *spans,
+            0.0,
+            ctx.causal,
+            state,
+            torch.empty(0, device=query.device),
+            **ctx.options,
+        )
+        return *grads, None, None, None, None, None
