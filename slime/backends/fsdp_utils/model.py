@@ -7,8 +7,10 @@ The module always stays in eval mode: dropout would make trainer and engine diff
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,20 +71,14 @@ class PolicyModel(nn.Module):
         The entropy has a gradient only with `entropy_grad`.
         """
         row = local_row(batch, self.cp)
-        inputs = {
-            "input_ids": row.tokens[None],
-            "position_ids": row.position_ids[None],
-            "attention_context": self.attention_context(row),
-            "use_cache": False,
-        }
         if with_logits or not self.plain_head:
-            logits = self.model(**inputs, logits_to_keep=0 if with_logits else row.rows).logits
+            logits = self.model(**self._inputs(row), logits_to_keep=0 if with_logits else row.rows).logits
             picked_KV = logits[0, row.rows] if with_logits else logits[0]
             log_probs_K, entropy_K = log_probs_from_logits(
                 picked_KV, row.labels, temperature, with_entropy, entropy_grad, chunk_size
             )
             return *self._gathered(row, log_probs_K, entropy_K), logits if with_logits else None
-        hidden_TD = self.model.base_model(**inputs).last_hidden_state[0]
+        hidden_TD = self._hidden_states(row)
         head = self.model.get_output_embeddings()
         log_probs_K, entropy_K = token_log_probs(
             hidden_TD[row.rows],
@@ -95,6 +91,18 @@ class PolicyModel(nn.Module):
             chunk_size=chunk_size,
         )
         return *self._gathered(row, log_probs_K, entropy_K), None
+
+    def _inputs(self, row: LocalRow) -> dict[str, Any]:
+        return {
+            "input_ids": row.tokens[None],
+            "position_ids": row.position_ids[None],
+            "attention_context": self.attention_context(row),
+            "use_cache": False,
+        }
+
+    def _hidden_states(self, row: LocalRow) -> torch.Tensor:
+        """[T, D] of the rank's row, after the final norm."""
+        return self.model.base_model(**self._inputs(row)).last_hidden_state[0]
 
     def attention_context(self, row: LocalRow) -> AttentionContext:
         """How the tokens of `row` attend to each other."""
@@ -156,23 +164,31 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def build_policy(
-    options: ModelOptions, mesh: DeviceMesh, device: torch.device, cp: ContextParallel = ALONE
-) -> PolicyModel:
-    """Load the checkpoint and shard it over `mesh` (1-D).
+Wrapper = TypeVar("Wrapper", bound=PolicyModel)
 
+
+def build_policy(
+    options: ModelOptions,
+    mesh: DeviceMesh,
+    device: torch.device,
+    cp: ContextParallel = ALONE,
+    wrap: Callable[..., Wrapper] = PolicyModel,
+) -> Wrapper:
+    """Load the checkpoint, wrap it and shard it over `mesh` (1-D).
+
+    `wrap(model, gradient_checkpointing, cp)` may add parameters, where those of `model` are; rank 0's values count.
     Rank 0 alone reads the files; unit by unit the weights are broadcast, sharded and freed, so a rank never holds
     more than its shards and one full layer (rank 0: and what is left of the checkpoint, in host memory).
     """
     if mesh.size() == 1 and options.compute_dtype == options.param_dtype and not options.cpu_offload:
         model = load_causal_lm(options.path, options.param_dtype, device, options.trust_remote_code)
-        return PolicyModel(model, options.gradient_checkpointing, cp)
+        return wrap(model, options.gradient_checkpointing, cp)
 
     if mesh.get_rank() == 0:
         model = load_causal_lm(options.path, options.param_dtype, "cpu", options.trust_remote_code)
     else:
         model = empty_causal_lm(options.path, options.param_dtype, options.trust_remote_code)
-    policy = PolicyModel(model, options.gradient_checkpointing, cp)
+    policy = wrap(model, options.gradient_checkpointing, cp)
     shard = partial(
         fully_shard,
         mesh=mesh,
