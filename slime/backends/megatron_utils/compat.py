@@ -1,0 +1,184 @@
+"""What stock megatron-core needs to run on CPU with gloo: every difference, in this one module.
+
+Megatron asks `torch.cuda` for devices, streams and random states, and names the device "cuda". On a machine with
+CUDA `install` changes nothing of that. Without, it gives `torch.cuda` CPU stand-ins for exactly the functions below
+and maps "cuda" to CPU in calls of torch. Each stand-in counts its calls in `hits`, so that a test shows which are
+needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+hits: Counter[str] = Counter()
+"""Calls of each stand-in since the start of the process."""
+
+CPU = torch.device("cpu")
+
+
+class _Stream:
+    """A stream or event that has nothing to wait for."""
+
+    def __init__(self, *args, **kwargs):
+        hits["torch.cuda.Stream"] += 1
+
+    def _nothing(self, *args, **kwargs) -> None:
+        return None
+
+    synchronize = wait_stream = wait_event = record = wait = _nothing
+
+    def record_event(self, event=None):
+        return event or _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end) -> float:
+        return 0.0
+
+
+def _nothing(*args, **kwargs) -> None:
+    return None
+
+
+def _zero(*args, **kwargs) -> int:
+    return 0
+
+
+def _get_rng_state(*args, **kwargs) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args, **kwargs) -> None:
+    torch.set_rng_state(state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+CUDA_STAND_INS = {
+    "current_device": lambda: CPU,
+    "set_device": _nothing,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "current_stream": _Stream,
+    "default_stream": _Stream,
+    "stream": lambda *_: nullcontext(),
+    "memory_allocated": _zero,
+    "memory_reserved": _zero,
+    "max_memory_allocated": _zero,
+    "max_memory_reserved": _zero,
+    "manual_seed": _manual_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+}
+NVTX_STAND_INS = {"range_push": _nothing, "range_pop": _nothing}
+
+
+def _counted(name: str, function):
+    @functools.wraps(function, assigned=())
+    def stand_in(*args, **kwargs):
+        hits[name] += 1
+        return function(*args, **kwargs)
+
+    return stand_in
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Device "cuda" is the CPU, nothing is pinned, and CPU tensors name their type as CUDA's would be named.
+
+    The last is for optimizers and gradient clipping, which branch on `Tensor.type()`.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.cuda:
+            hits["Tensor.cuda"] += 1
+            return args[0]
+        if function is torch.Tensor.pin_memory or function is torch.Tensor.record_stream:
+            hits[f"Tensor.{function.__name__}"] += 1
+            return args[0]
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            hits["Tensor.type"] += 1
+            return function(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs.get("pin_memory"):
+            hits["pin_memory="] += 1
+            kwargs = {**kwargs, "pin_memory": False}
+        if _is_cuda(kwargs.get("device")):
+            hits["device="] += 1
+            kwargs = {**kwargs, "device": CPU}
+        if any(_is_cuda(arg) for arg in args):
+            hits["device argument"] += 1
+            args = tuple(CPU if _is_cuda(arg) else arg for arg in args)
+        return function(*args, **kwargs)
+
+
+_mode: CudaMeansCpu | None = None
+
+
+def install() -> bool:
+    """Prepare this process and thread for Megatron; call it before anything of `megatron` is imported.
+
+    Returns:
+        Whether stand-ins are used, that is, whether there is no CUDA.
+    """
+    global _mode
+    if torch.cuda.is_available():
+        _patch_without_transformer_engine()
+        return False
+    if _mode is None:
+        for name, function in CUDA_STAND_INS.items():
+            setattr(torch.cuda, name, _counted(f"torch.cuda.{name}", function))
+        torch.cuda.Stream = torch.cuda.Event = _Stream  # classes: annotations name them
+        for name, function in NVTX_STAND_INS.items():
+            setattr(torch.cuda.nvtx, name, _counted(f"torch.cuda.nvtx.{name}", function))
+        _mode = CudaMeansCpu()
+        _mode.__enter__()
+        _patch_without_transformer_engine()
+        _patch_megatron()
+    return True
+
+
+def _patch_without_transformer_engine() -> None:
+    """0.16.1 names things of Transformer Engine where there is none: in the router a function that it did not import,
+    in latent attention stand-ins for classes, after it took the mere name for their presence."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
+def _patch_megatron() -> None:
+    """Megatron's own functions that reach below `torch.cuda`."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def get_state(*args, **kwargs):
+        return torch.get_rng_state()
+
+    def set_state(new_state, *args, **kwargs):
+        torch.set_rng_state(new_state)
+
+    def to_cpu(tensor, as_numpy=False, record_stream=False):
+        # gloo's all_to_all wants plain integers for its splits, as on CUDA the copy to the host gives.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    random._get_cuda_rng_state = _counted("random._get_cuda_rng_state", get_state)
+    random._set_cuda_rng_state = _counted("random._set_cuda_rng_state", set_state)
+    token_dispatcher.maybe_move_tensor_to_cpu = _counted("token_dispatcher.maybe_move_tensor_to_cpu", to_cpu)

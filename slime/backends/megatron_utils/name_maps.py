@@ -1,0 +1,109 @@
+"""Which Hugging Face tensors a Megatron parameter is made of: one table per family, data only.
+
+A rule names one Megatron parameter (layers and experts by their global number), how its parts lie in it
+(`slime.backends.megatron_utils.layouts`) and the checkpoint's tensors. Direct load, export, weight sync and tools all
+read these tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAYER, EXPERT = "{layer}", "{expert}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`megatron` consists of the tensors `hf`, in the way `layout` says."""
+
+    megatron: str
+    layout: str
+    hf: tuple[str, ...]
+
+
+def _rules(prefix: tuple[str, str], *rows: tuple) -> tuple[Rule, ...]:
+    ours, theirs = prefix
+    return tuple(Rule(ours + name, layout, tuple(theirs + hf for hf in names)) for name, layout, *names in rows)
+
+
+BLOCK = (f"decoder.layers.{LAYER}.", f"model.layers.{LAYER}.")
+
+ENDS = (
+    Rule("embedding.word_embeddings.weight", "vocab", ("model.embed_tokens.weight",)),
+    Rule("decoder.final_layernorm.weight", "replicated", ("model.norm.weight",)),
+    Rule("output_layer.weight", "vocab", ("lm_head.weight",)),
+)
+NORMS = _rules(
+    BLOCK,
+    ("input_layernorm.weight", "replicated", "input_layernorm.weight"),
+    ("pre_mlp_layernorm.weight", "replicated", "post_attention_layernorm.weight"),
+)
+ATTENTION = _rules(
+    BLOCK,
+    (
+        "self_attention.linear_qkv.weight",
+        "qkv",
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    (
+        "self_attention.linear_qkv.bias",
+        "qkv",
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+    ),
+    ("self_attention.linear_proj.weight", "row", "self_attn.o_proj.weight"),
+    ("self_attention.q_layernorm.weight", "replicated", "self_attn.q_norm.weight"),
+    ("self_attention.k_layernorm.weight", "replicated", "self_attn.k_norm.weight"),
+)
+LATENT_ATTENTION = _rules(
+    BLOCK,
+    ("self_attention.linear_q_proj.weight", "column", "self_attn.q_proj.weight"),
+    ("self_attention.linear_q_down_proj.weight", "column", "self_attn.q_a_proj.weight"),
+    ("self_attention.linear_q_up_proj.weight", "column", "self_attn.q_b_proj.weight"),
+    ("self_attention.q_layernorm.weight", "replicated", "self_attn.q_a_layernorm.weight"),
+    ("self_attention.linear_kv_down_proj.weight", "column", "self_attn.kv_a_proj_with_mqa.weight"),
+    ("self_attention.linear_kv_up_proj.weight", "column", "self_attn.kv_b_proj.weight"),
+    ("self_attention.kv_layernorm.weight", "replicated", "self_attn.kv_a_layernorm.weight"),
+    ("self_attention.linear_proj.weight", "row", "self_attn.o_proj.weight"),
+)
+MLP = _rules(
+    BLOCK,
+    ("mlp.linear_fc1.weight", "glu", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    ("mlp.linear_fc2.weight", "row", "mlp.down_proj.weight"),
+)
+EXPERTS = _rules(
+    BLOCK,
+    ("mlp.router.weight", "replicated", "mlp.gate.weight"),
+    (
+        f"mlp.experts.local_experts.{EXPERT}.linear_fc1.weight",
+        "glu",
+        f"mlp.experts.{EXPERT}.gate_proj.weight",
+        f"mlp.experts.{EXPERT}.up_proj.weight",
+    ),
+    (f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight", "row", f"mlp.experts.{EXPERT}.down_proj.weight"),
+)
+SHARED_EXPERTS = _rules(
+    BLOCK,
+    ("mlp.router.expert_bias", "replicated", "mlp.gate.e_score_correction_bias"),
+    (
+        "mlp.shared_experts.linear_fc1.weight",
+        "glu",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    ),
+    ("mlp.shared_experts.linear_fc2.weight", "row", "mlp.shared_experts.down_proj.weight"),
+)
+
+DENSE = ENDS + NORMS + ATTENTION + MLP
+
+NAME_MAPS: dict[str, tuple[Rule, ...]] = {
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+    "llama": DENSE,
+    "qwen3_moe": DENSE + EXPERTS,
+    "glm4_moe": DENSE + EXPERTS + SHARED_EXPERTS,
+    "deepseek_v3": ENDS + NORMS + LATENT_ATTENTION + MLP + EXPERTS + SHARED_EXPERTS,
+}
