@@ -28,6 +28,7 @@ from slime.ray.server_process import ServerProcess, http_json
 from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, samples_to_batch, trim
 from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.errors import blame
 from slime.rollout.generate_state import GenerateState
 from slime.training.rollout_data import partition_rollout_data
 from slime.training.schedule import build_dp_schedule
@@ -237,7 +238,9 @@ class RolloutManager:
         args = self.args
         if args.custom_rollout_log_function_path is not None:
             log = load_function(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
-            if log(rollout_id, args, samples, extra, seconds):
+            with blame("--custom-rollout-log-function-path", log):
+                replaced = log(rollout_id, args, samples, extra, seconds)
+            if replaced:
                 return {"perf/rollout_time": seconds}
         slots = max(1, len(self.placement))
         return {**rollout_metrics(args, samples, seconds, slots), **_on_axis("rollout", extra)}
@@ -274,7 +277,9 @@ class RolloutManager:
         extra = output.metrics or {}
         if args.custom_eval_rollout_log_function_path is not None:
             log = load_function(args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path")
-            if log(rollout_id, args, output.data, extra):
+            with blame("--custom-eval-rollout-log-function-path", log):
+                replaced = log(rollout_id, args, output.data, extra)
+            if replaced:
                 return {"perf/eval_time": seconds}
         return {**eval_metrics(args, output.data), **_on_axis("eval", extra), "perf/eval_time": seconds}
 

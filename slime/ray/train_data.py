@@ -96,8 +96,8 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
             raw, rewards = process(args, samples)
         if not len(raw) == len(rewards) == len(samples):
             raise HookFailure(
-                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned {len(raw)} raw and "
-                f"{len(rewards)} processed rewards for {len(samples)} samples"
+                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned {len(raw)} raw "
+                f"and {len(rewards)} processed rewards for {len(samples)} samples"
             )
     else:
         raw = raw_rewards(args, samples)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from slime.rollout.errors import blame
 from slime.utils import state_file
 from slime.utils.data import Dataset
 from slime.utils.misc import flatten, load_function
@@ -155,7 +156,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         )
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        groups = list(self.buffer_filter(self.args, None, self.buffer, num_samples)) if self.buffer else []
+        groups = []
+        if self.buffer:
+            with blame("--buffer-filter-path", self.buffer_filter):
+                groups = list(self.buffer_filter(self.args, None, self.buffer, num_samples))
         if len(groups) > num_samples:
             raise ValueError(
                 f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups, "

@@ -16,12 +16,16 @@ def first_index(group: list) -> int:
 
 def run_batch_hooks(args, groups: list[list], finished: list[list], data_source: Any) -> None:
     """`--rollout-sample-filter-path` over the groups to train on, `--rollout-all-samples-process-path` over all that
-    finished, filtered ones included."""
+    finished, filtered ones included.
+
+    The hooks get flat groups: the pieces of a trajectory stand beside each other and share `rollout_id`.
+    """
     if args.rollout_sample_filter_path:
         function = load_function(args.rollout_sample_filter_path, "--rollout-sample-filter-path")
         with blame("--rollout-sample-filter-path", function):
-            function(args, groups)
+            function(args, [list(flatten(group)) for group in groups])
     if args.rollout_all_samples_process_path:
         function = load_function(args.rollout_all_samples_process_path, "--rollout-all-samples-process-path")
         with blame("--rollout-all-samples-process-path", function):
-            function(args, sorted(finished, key=first_index), data_source)
+            in_order = sorted(finished, key=first_index)
+            function(args, [list(flatten(group)) for group in in_order], data_source)

@@ -142,14 +142,21 @@ async def _call_generate(args, sample: Sample, sampling_params: dict[str, Any], 
 
 
 def _annotate_fan_out(pieces: list[Sample], original: Sample, who: str) -> None:
-    """The pieces of one trajectory share `rollout_id`, unless the function says itself which belong together."""
+    """The pieces of one trajectory share `rollout_id`, unless the function says itself which belong together.
+
+    Its ids need to differ within one call only: another sample's call may use the same.
+    """
     annotated = [piece.rollout_id is not None for piece in pieces]
     if any(annotated) and not all(annotated):
         raise HookFailure(f"{who} set rollout_id on some of the samples it returned: set it on all or on none")
+    numbers: dict = {}
+    for piece in pieces:
+        numbers.setdefault(piece.rollout_id, len(numbers))
     for piece in pieces:
         piece.index = original.index if piece.index is None else piece.index
         piece.group_index = original.group_index if piece.group_index is None else piece.group_index
-        piece.rollout_id = original.index if piece.rollout_id is None else piece.rollout_id
+        number = numbers[piece.rollout_id]
+        piece.rollout_id = original.index if len(numbers) == 1 else f"{original.index}.{number}"
 
 
 def _check_lengths(sample: Sample, who: str) -> None:

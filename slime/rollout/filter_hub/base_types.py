@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slime.utils.misc import function_name
+from slime.utils.misc import flatten, function_name
 
 
 @dataclass
@@ -23,12 +23,14 @@ class DynamicFilterOutput:
 def call_dynamic_filter(fn: Callable | None, args, samples, **kwargs) -> DynamicFilterOutput:
     """Call a filter and wrap the historical bare bool. No filter keeps everything.
 
+    The filter gets a flat list: the pieces of a trajectory stand beside each other and share `rollout_id`.
+
     Raises:
         TypeError: the filter returned something else.
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)
-    output = fn(args, samples, **kwargs)
+    output = fn(args, list(flatten(samples)), **kwargs)
     if isinstance(output, DynamicFilterOutput):
         return output
     if isinstance(output, (bool, int)) or type(output).__name__ == "bool_":
