@@ -52,6 +52,7 @@ DEFAULTS = {
     "rollout_sample_filter_path": None,
     "rollout_all_samples_process_path": None,
     "custom_rm_path": None,
+    "eval_function_path": None,
     "rm_type": "math",
     "rm_url": None,
     "rm_timeout_secs": 20.0,
