@@ -27,9 +27,9 @@ def compute_advantages(args: Namespace, data: RankData, dp_group: dist.ProcessGr
         ValueError: unknown estimator, or a custom function that left `advantages` or `returns` out.
     """
     if args.custom_advantage_function_path:
-        from slime.utils.misc import load_function
+        from slime.utils.misc import load_hook
 
-        load_function(args.custom_advantage_function_path, "--custom-advantage-function-path")(args, data)
+        load_hook(args.custom_advantage_function_path, "--custom-advantage-function-path")(args, data)
         missing = [key for key in ("advantages", "returns") if key not in data]
         if missing:
             raise ValueError(

@@ -77,4 +77,4 @@ def opsm_dropped(advantages: torch.Tensor, sequence_log_ratio: torch.Tensor, del
     Args:
         sequence_log_ratio: [R]; that mean on every token of the sequence.
     """
-    return ((advantages < 0) & (sequence_log_ratio.detach() > delta)).to(advantages.dtype)
+    return ((advantages < 0) & (sequence_log_ratio.detach() > delta)).to(sequence_log_ratio.dtype)

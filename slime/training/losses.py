@@ -165,9 +165,9 @@ def _correct(
     """
     function = vanilla_tis_function
     if args.custom_tis_function_path is not None:
-        from slime.utils.misc import load_function
+        from slime.utils.misc import load_hook
 
-        function = load_function(args.custom_tis_function_path, "--custom-tis-function-path")
+        function = load_hook(args.custom_tis_function_path, "--custom-tis-function-path")
     mask = mb.loss_masks != 0
     rollout = _required(mb.rollout_log_probs, "rollout_log_probs")
 
@@ -203,9 +203,9 @@ def _reduce_pg(
     """
     if args.custom_pg_loss_reducer_function_path is None:
         return reduce(torch.where(loss_masks_R != 0, pg_R * loss_masks_R, 0.0))
-    from slime.utils.misc import load_function
+    from slime.utils.misc import load_hook
 
-    make = load_function(args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path")
+    make = load_hook(args.custom_pg_loss_reducer_function_path, "--custom-pg-loss-reducer-function-path")
     reducer = make(mb.total_lengths, mb.response_lengths, mb.split(loss_masks_R), args.calculate_per_token_loss)
     if not mb.response_lengths:
         return pg_R.sum()
@@ -244,9 +244,9 @@ def compute_custom_loss(args: Namespace, mb: MicroBatch, logits: torch.Tensor, r
 
     `batch` is `mb.to_rollout_batch()`; `sum_of_sample_mean` is `reduce`.
     """
-    from slime.utils.misc import load_function
+    from slime.utils.misc import load_hook
 
-    function = load_function(args.custom_loss_function_path, "--custom-loss-function-path")
+    function = load_hook(args.custom_loss_function_path, "--custom-loss-function-path")
     loss, metrics = function(args, mb.to_rollout_batch(), _required(logits, "logits"), reduce)
     return loss, _detached(metrics, loss)
 
