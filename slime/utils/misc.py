@@ -15,7 +15,7 @@ from typing import Any
 
 
 class HookError(ValueError):
-    """A plug-in path that cannot be loaded; the message names the flag, the path and what is missing."""
+    """A plug-in that cannot be loaded, or failed; the message names flag and path, and what is wrong."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,6 +46,20 @@ def load_function(path: str | Callable, flag: str | None = None) -> Callable:
         raise HookError(f"{where}: {error}") from error
     except ImportError as error:
         raise HookError(f"{where}: the import failed: {error}") from error
+
+
+def load_hook(path: str, flag: str) -> Callable:
+    """As `load_function`; whatever the function raises becomes a `HookError` that names flag and path."""
+    function = load_function(path, flag)
+
+    @functools.wraps(function)
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise HookError(f"{flag} {path} failed: {type(error).__name__}: {error}") from error
+
+    return hook
 
 
 def parameters(function: Callable) -> dict[str, inspect.Parameter]:

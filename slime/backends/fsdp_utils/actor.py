@@ -25,7 +25,7 @@ from slime.training.batch import MicroBatch
 from slime.training.losses import LossOutput, compute_loss
 from slime.training.reducers import make_reducer
 from slime.training.rollout_data import RankData
-from slime.utils.misc import load_function, parameters
+from slime.utils.misc import load_hook, parameters
 from slime.weight_sync.distributed import DistributedTransport
 from slime.weight_sync.engines import Engines
 from slime.weight_sync.tensor import TensorTransport
@@ -179,7 +179,7 @@ class FSDPTrainRayActor(FSDPTrainer):
 
     def _call_postprocess(self, rollout_id: int, data: RankData) -> None:
         """`--rollout-data-postprocess-path` in any of its historical forms."""
-        hook = load_function(self.args.rollout_data_postprocess_path, "--rollout-data-postprocess-path")
+        hook = load_hook(self.args.rollout_data_postprocess_path, "--rollout-data-postprocess-path")
         forms = {1: (self.args,), 2: (self.args, data)}
         hook(*forms.get(len(parameters(hook)), (self.args, rollout_id, data)))
 
