@@ -10,6 +10,10 @@ from slime.backends.megatron_utils.architecture import Architecture
 from slime.backends.megatron_utils.parallel import ParallelSizes
 
 
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
 def transformer_config(
     architecture: Architecture, sizes: ParallelSizes, dtype: torch.dtype, device: torch.device, **overrides: Any
 ):
@@ -39,8 +43,10 @@ def transformer_config(
         "activation_func": torch.nn.functional.silu,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # Weights come from a checkpoint.
-        "perform_initialization": False,
+        # Weights come from a checkpoint. Initialisation still marks which parameters are cut over ranks.
+        "init_method": _leave,
+        "output_layer_init_method": _leave,
+        "embedding_init_method": _leave,
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": True,

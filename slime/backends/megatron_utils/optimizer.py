@@ -1,0 +1,111 @@
+"""Megatron's distributed optimizer under slime's learning-rate schedule, and the gradients it reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import nn
+
+from slime.backends.fsdp_utils.optimizer import LRSchedule
+
+
+def wrap_chunks(chunks: Sequence[nn.Module], config) -> list[DistributedDataParallel]:
+    """Model chunks with gradient buffers: gradients are summed over data- and context-parallel ranks, in fp32."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.params_dtype != torch.float64,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=False,
+    )
+
+    def finalize(model, num_tokens=None, **groups):
+        # Without a count of tokens nothing is divided: the losses have done it.
+        finalize_model_grads(model, None, **groups)
+
+    config.finalize_model_grads_func = finalize
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+class Optimizer:
+    """AdamW over shards of fp32 parameters; one `step` per global batch.
+
+    Weight decay applies to matrices only. A step whose gradient norm is not finite is skipped: parameters, moments and
+    schedule stay as they are.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        schedule: LRSchedule,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        clip_grad: float,
+    ):
+        model_config = chunks[0].config
+        self.chunks = list(chunks)
+        self.schedule = schedule
+        self.steps_done = 0
+        self.config = OptimizerConfig(
+            optimizer="adam",
+            lr=schedule.max_lr,
+            min_lr=schedule.min_lr,
+            weight_decay=weight_decay,
+            adam_beta1=betas[0],
+            adam_beta2=betas[1],
+            adam_eps=eps,
+            clip_grad=clip_grad,
+            bf16=model_config.bf16,
+            params_dtype=model_config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        self.megatron = get_megatron_optimizer(self.config, self.chunks, use_gloo_process_groups=False)
+        for group in self.megatron.param_groups:
+            group["weight_decay"] = weight_decay * group["wd_mult"]
+
+    @property
+    def lr(self) -> float:
+        """The rate that the next step uses."""
+        return self.schedule.lr(self.steps_done)
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """Clip and update. Returns `grad_norm` (before clipping), `lr-pg_{i}`, `skipped_steps`; the same on all
+        ranks."""
+        lr = self.lr
+        groups = self.megatron.param_groups
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            for group in groups:
+                group["lr"] = lr
+            self.megatron.step()
+            self.steps_done += 1
+        return {"grad_norm": norm, "lr-pg_0": lr, "lr-pg_1": lr, "skipped_steps": float(skipped)}
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Moments and fp32 parameters of this rank, for offloading."""
+        for torch_optimizer in self.torch_optimizers():
+            for group in torch_optimizer.param_groups:
+                yield from (parameter.detach() for parameter in group["params"])
+            for state in torch_optimizer.state.values():
+                yield from (value for value in state.values() if torch.is_tensor(value) and value.ndim > 0)
+
+    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The AdamW instances inside: one for dense parameters, one for experts."""
+        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return [part.optimizer for part in parts if part.optimizer is not None]

@@ -1,0 +1,136 @@
+"""One RL step gives the same loss and gradients in every layout of ranks, and those of the FSDP trainer."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.backends.megatron.families import save_family
+from tests.backends.megatron.worlds import parameters_of, start_trainer, stop_trainer, train_rollout
+from tests.backends.trainers import run_world, trainer_args
+from tests.tiny_model import save_tiny_model
+
+# With lr = eps = 1 the first AdamW step moves a parameter by -g / (|g| + 1), from which its gradient g follows.
+READABLE = ("--lr", "1", "--adam-eps", "1", "--weight-decay", "0", "--clip-grad", "0", "--calculate-per-token-loss")
+GRPO = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01", "--eps-clip-high", "0.3")
+PACKED = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "60")
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+DENSE = {
+    "one rank": (1, {}),
+    "DP2": (2, {}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "TP2+SP": (2, TP2SP),
+    "PP2": (2, PP2),
+    "CP2": (2, CP2),
+    "CP4": (4, {"context_parallel_size": 4}),
+    "TP2+SP PP2": (4, TP2SP | PP2),
+    "TP2+SP CP2": (4, TP2SP | CP2),
+    "PP2 DP2": (4, PP2),
+}
+EXPERTS = {
+    "one rank": (1, {}),
+    "DP2": (2, {}),
+    "EP2": (2, EP2),
+    "PP2": (2, PP2),
+    "EP2 CP2": (2, EP2 | CP2),
+    "TP2+SP EP2": (2, TP2SP | EP2 | {"expert_tensor_parallel_size": 1}),
+    "TP2+SP ETP2": (2, TP2SP | {"expert_tensor_parallel_size": 2}),
+}
+
+
+def gradients_of(before: dict, after: dict) -> dict[str, torch.Tensor]:
+    moved = {name: (before[name] - after[name]).double() for name in before}
+    return {name: step / (1 - step.abs()) for name, step in moved.items()}
+
+
+def one_step(rank, world_size, port, path, layouts, flags):
+    """{layout: (metrics, gradients by checkpoint name)}"""
+    results = {}
+    for name, layout in layouts.items():
+        args = trainer_args(path, *flags, data_pad_size_multiplier=4, make_vocab_size_divisible_by=12, **layout)
+        trainer = start_trainer(args, rank, world_size, port, with_ref=True)
+        before = parameters_of(trainer)
+        metrics = train_rollout(trainer, 0)
+        results[name] = (metrics, gradients_of(before, parameters_of(trainer)))
+        stop_trainer()
+    dist.destroy_process_group()
+    return results
+
+
+def fsdp_step(rank, world_size, port, path, flags):
+    from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+    from tests.backends import trainers
+
+    trainer = trainers.make_trainer(
+        FSDPTrainRayActor, trainer_args(path, *flags), rank, world_size, port, with_ref=True
+    )
+    before = {name: value.clone() for name, value in trainers.parameters_of(trainer).items()}
+    metrics = trainers.train_rollout(trainer, 0)
+    return metrics, gradients_of(before, trainers.parameters_of(trainer))
+
+
+def split_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers' stacked experts under the checkpoint's names."""
+    out = {}
+    for name, tensor in gradients.items():
+        if name.endswith("experts.gate_up_proj"):
+            for i, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                prefix = name.replace("gate_up_proj", f"{i}.")
+                out |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            out |= {name.replace("down_proj", f"{i}.down_proj.weight"): expert for i, expert in enumerate(tensor)}
+        else:
+            out[name] = tensor
+    return out
+
+
+def all_layouts(path, layouts, *flags):
+    """FSDP's (metrics, gradients) and those of every rank of every layout."""
+    metrics, gradients = run_world(fsdp_step, 1, path, flags)[0]
+    ranks = []
+    for size in sorted({world for world, _ in layouts.values()}):
+        fitting = {name: layout for name, (world, layout) in layouts.items() if world == size}
+        ranks += run_world(one_step, size, path, fitting, flags)
+    return (metrics, split_experts(gradients)), ranks
+
+
+def check(results, layout):
+    (metrics, gradients), ranks = results
+    largest = max(g.abs().max().item() for g in gradients.values())
+    found = [rank[layout] for rank in ranks if layout in rank]
+    assert found
+    for ours, theirs in found:
+        assert set(theirs) == set(gradients)
+        for key in ("loss", "pg_loss", "kl_loss", "entropy_loss", "grad_norm", "pg_clipfrac", "ppo_kl"):
+            assert ours[f"train/{key}"] == pytest.approx(metrics[f"train/{key}"], rel=1e-5, abs=1e-7), key
+        for name, gradient in gradients.items():
+            assert (theirs[name] - gradient).abs().max().item() < 1e-5 * largest, name
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("dense"))
+    save_tiny_model(path, tie_word_embeddings=True)
+    return all_layouts(path, DENSE, *READABLE, *GRPO, *PACKED)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", DENSE)
+def test_dense_step_equals_fsdp(dense, layout):
+    check(dense, layout)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("experts"))
+    save_family("qwen3_moe", path)
+    return all_layouts(path, EXPERTS, *READABLE, *GRPO, *PACKED)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_step_with_experts_equals_fsdp(experts, layout):
+    check(experts, layout)
