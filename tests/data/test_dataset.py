@@ -5,7 +5,8 @@ import tracemalloc
 
 import pytest
 
-from slime.utils.data import DataError, Dataset, JsonlRows, split_path
+from slime.utils.data import Dataset
+from slime.utils.rows import DataError, JsonlRows, split_path
 from slime.utils.processing_utils import load_tokenizer
 from tests.data.support import write_jsonl
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from slime.arguments.parser import BY_DEST
 from slime.arguments.problems import Problems, closest
-from slime.utils.data import DataError, split_path
+from slime.utils.rows import DataError, split_path
 
 _KINDS = (".jsonl", ".parquet")
 
