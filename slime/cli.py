@@ -13,6 +13,8 @@ COMMANDS = {
     "quickstart": ("slime.quickstart", "train a tiny language model by RL on this machine, in minutes"),
     "train": ("slime.train", "run the loop: generate, train, sync weights (same as python train.py)"),
     "train-async": ("slime.train_async", "the same with generation beside training (same as python train_async.py)"),
+    "test-hooks": ("slime.testing.__main__", "test functions that you give to train: --custom-rm-path my.module.fn"),
+    "data": ("slime.data_check", "`slime data check FILE ...` lists every row of prompt data that cannot be used"),
     "flags": ("slime.arguments.reference", "list the flags of train; `slime flags lr` those that match"),
 }
 

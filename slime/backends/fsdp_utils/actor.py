@@ -22,10 +22,10 @@ from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.backends.fsdp_utils.weights import ShardedWeights
 from slime.training.advantages import compute_advantages
 from slime.training.batch import MicroBatch
+from slime.training.hooks import call_data_postprocess
 from slime.training.losses import LossOutput, compute_loss
 from slime.training.reducers import make_reducer
 from slime.training.rollout_data import RankData
-from slime.utils.misc import load_hook, parameters
 from slime.weight_sync.distributed import DistributedTransport
 from slime.weight_sync.engines import Engines
 from slime.weight_sync.tensor import TensorTransport
@@ -38,6 +38,7 @@ class FSDPTrainRayActor(FSDPTrainer):
     def _copy_initial_weights(self, with_ref: bool) -> None:
         self.weights = ShardedWeights(self.model, self.dtype, self.mesh, self.device)
         self.updater: WeightUpdater | None = None
+        self._sent_at: int | None = None  # optimizer steps done at the last update
         self.reference: HostCopy | None = None
         if with_ref:
             # Parameters that are not trained are the reference's, too.
@@ -52,7 +53,7 @@ class FSDPTrainRayActor(FSDPTrainer):
         resumed = super()._resume()
         if resumed and self.reference is not None and not self.args.finetune:
             self._trained.save()
-            if read_reference(latest_checkpoint(self.args.load), self.model):
+            if read_reference(latest_checkpoint(self.args.load, self.args.ckpt_step), self.model):
                 self.reference.save()
                 self._trained.load()
         return resumed
@@ -72,7 +73,7 @@ class FSDPTrainRayActor(FSDPTrainer):
         old_policy = self._old_policy(data)
         self._prepare(data, old_policy)
         if args.rollout_data_postprocess_path:
-            self._call_postprocess(rollout_id, data)
+            call_data_postprocess(args, rollout_id, data)
         self._dump_train_data(rollout_id, data)
         with self.timer("actor_train"):
             self._kept: dict[int, torch.Tensor] = {}
@@ -84,31 +85,39 @@ class FSDPTrainRayActor(FSDPTrainer):
         if args.ci_test and old_policy is None:
             fresh = rollout_id == 0 and not self._resumed
             checks.check_first_step(args, steps[0], data, fresh_reference=fresh)
-        metrics = {f"train/{key}": sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["train/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
-        metrics["train/step"] = self.optimizer.steps_done
-        return metrics | rollout_means(data, self.dp_group, self.device)
+        return self._over_steps(steps) | rollout_means(data, self.dp_group, self.device)
 
     def _prepare(self, data: RankData, old_policy: HostCopy | None) -> None:
-        """Log-probs of the reference, the teacher and the old policy where they are needed, then advantages."""
+        """Log-probs and advantages."""
         args = self.args
-        if self.reference is not None:
+        self._compute_log_probs(data, old_policy)
+        if args.compute_advantages_and_returns and args.loss_type != "sft_loss":
+            compute_advantages(args, data, self.dp_group)
+
+    def _compute_log_probs(self, data: RankData, old_policy: HostCopy | None) -> None:
+        """Of the reference, the teacher and the old policy, where they are needed and not there yet."""
+        args = self.args
+        if self.reference is not None and "ref_log_probs" not in data:
             with self.timer("ref_log_probs"), swapped(self._trained, self.reference):
                 data.set_flat("ref_log_probs", self._log_probs(data, self.model)[0])
         if self.teacher is not None:
             with self.timer("teacher_log_probs"), self.teacher.on_device() as teacher:
                 data.set_flat("teacher_log_probs", self._log_probs(data, teacher)[0])
-        if old_policy is not None:
+        if old_policy is not None and "log_probs" not in data:
             with self.timer("log_probs"), swapped(self._trained, old_policy):
                 data.set_flat("log_probs", self._log_probs(data, self.model)[0])
-        elif not self._skips_log_prob_pass(data):
+        elif "log_probs" not in data and not self._skips_log_prob_pass(data):
             with self.timer("log_probs"):
                 log_probs, entropy = self._log_probs(data, self.model, args.use_rollout_entropy)
             data.set_flat("log_probs", log_probs)
             if entropy is not None:
                 data.set_flat("entropy", entropy)
-        if args.compute_advantages_and_returns and args.loss_type != "sft_loss":
-            compute_advantages(args, data, self.dp_group)
+
+    def compute_log_probs(self, refs: list[Any]) -> dict[str, list[Any]]:
+        """`log_probs` and `ref_log_probs` of this rank's part, an array per sample: what the critic needs for KL."""
+        data = self._receive(refs)
+        self._compute_log_probs(data, self._old_policy(data))
+        return {key: [v.cpu().numpy() for v in data[key]] for key in ("log_probs", "ref_log_probs")}
 
     def _old_policy(self, data: RankData) -> HostCopy | None:
         """`--keep-old-actor`: the weights that generated this rollout, if they are not the current ones."""
@@ -177,12 +186,6 @@ class FSDPTrainRayActor(FSDPTrainer):
         reduce = make_reducer(batch, args.calculate_per_token_loss)
         return compute_loss(args, batch, log_probs_R, entropy_R, reduce, logits)
 
-    def _call_postprocess(self, rollout_id: int, data: RankData) -> None:
-        """`--rollout-data-postprocess-path` in any of its historical forms."""
-        hook = load_hook(self.args.rollout_data_postprocess_path, "--rollout-data-postprocess-path")
-        forms = {1: (self.args,), 2: (self.args, data)}
-        hook(*forms.get(len(parameters(hook)), (self.args, rollout_id, data)))
-
     def _dump_train_data(self, rollout_id: int, data: RankData) -> None:
         if self.args.save_debug_train_data is None or self.cp.rank != 0:
             return
@@ -194,10 +197,25 @@ class FSDPTrainRayActor(FSDPTrainer):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def set_rollout_engines(self, urls: list[str], engine_slots: list[list[int]]) -> None:
-        args = self.args
         version = self.progress.weight_version if self.updater is None else self.updater.version
         if self.updater is not None:
             self.updater.close()
+        self.updater = self._updater_for(urls, engine_slots, version)
+
+    def sync_new_engines(self, urls: list[str], engine_slots: list[list[int]]) -> None:
+        updater = self._connected()
+        if self.optimizer.steps_done != self._sent_at:
+            updater.version += 1  # newer weights than the others serve must not carry their version
+        new = self._updater_for(urls, engine_slots, updater.version - 1)
+        try:
+            self._with_parameters(new.update)
+        finally:
+            new.close()
+        if self.args.keep_old_actor:
+            self._sent.remember(updater.version, self.optimizer.steps_done)
+
+    def _updater_for(self, urls: list[str], engine_slots: list[list[int]], version: int) -> WeightUpdater:
+        args = self.args
         engines = Engines(urls)
         size = args.update_weight_buffer_size
         if args.colocate:
@@ -214,7 +232,7 @@ class FSDPTrainRayActor(FSDPTrainer):
                 timeout=60.0 * args.distributed_timeout_minutes,
             )
         pause = args.update_weights_pause_mode
-        self.updater = WeightUpdater(self.weights, transport, engines, self.rank, size, version, pause)
+        return WeightUpdater(self.weights, transport, engines, self.rank, size, version, pause)
 
     def _write(self, rollout_id: int) -> None:
         args = self.args
@@ -231,6 +249,7 @@ class FSDPTrainRayActor(FSDPTrainer):
     def _send(self) -> dict[str, float]:
         updater = self._connected()
         metrics = updater.update()
+        self._sent_at = self.optimizer.steps_done
         if self.args.keep_old_actor:
             self._sent.remember(updater.version, self.optimizer.steps_done)
         return metrics

@@ -34,7 +34,7 @@ async def async_rm(args, sample: Sample, **kwargs: Any) -> float | dict[str, Any
     path, flag = _custom_path(args, sample)
     if path:
         function = load_function(path, flag)
-        if args.group_rm or _takes_group(function):
+        if args.group_rm or takes_group(function):
             return (await _call_group(args, function, path, [sample], kwargs))[0]
         return _checked(await call_reward_function(args, function, path, sample, kwargs), sample, path)
     return await _builtin(args, sample)
@@ -61,7 +61,8 @@ def _second_parameter(function: Callable) -> str:
     return names[1] if len(names) > 1 else ""
 
 
-def _takes_group(function: Callable) -> bool:
+def takes_group(function: Callable) -> bool:
+    """Whether a reward function is written for all samples of a prompt: its second parameter is called so."""
     return _second_parameter(function) in ("samples", "group")
 
 

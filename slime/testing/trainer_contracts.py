@@ -1,0 +1,110 @@
+"""Contracts of the hooks that trainers call, on a micro-batch with made-up numbers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from slime.testing.contracts import contract, schedule_and_cut
+from slime.testing.kit import Kit
+from slime.utils.misc import flatten
+
+VOCABULARY = 32
+
+
+COMPUTED = ("log_probs", "ref_log_probs", "advantages", "returns")
+
+
+def rank_data(kit: Kit, args: Namespace, computed: tuple[str, ...] = COMPUTED) -> Any:
+    """A rank's part of a rollout, with `computed` set."""
+    import torch
+
+    from slime.ray.train_data import samples_to_batch
+    from slime.training.rollout_data import RankData
+
+    data = RankData(schedule_and_cut(args, samples_to_batch(args, list(flatten(kit.finished()))))[0])
+    generator = torch.Generator().manual_seed(0)
+    lengths = data["response_lengths"]
+    for key in computed:
+        data.set_flat(key, [torch.randn(int(n), generator=generator) for n in lengths])
+    return data
+
+
+@contract("rollout-data-postprocess")
+def rollout_data_postprocess(kit: Kit, path: str) -> None:
+    """May change the rollout's data; the lists still fit."""
+    from slime.training.hooks import call_data_postprocess
+
+    args = kit.args(rollout_data_postprocess_path=path)
+    data = rank_data(kit, args)
+    call_data_postprocess(args, 0, data)
+    lengths = [int(n) for n in data["response_lengths"]]
+    assert [len(a) for a in data["advantages"]] == lengths, "an advantage per response token"
+
+
+@contract("custom-advantage-function")
+def custom_advantage_function(kit: Kit, path: str) -> None:
+    """Sets `advantages` and `returns`, a tensor with an entry per response token for each sample."""
+    from slime.training.advantages import compute_advantages
+
+    args = kit.args(custom_advantage_function_path=path)
+    data = rank_data(kit, args, COMPUTED[:2])
+    compute_advantages(args, data)
+    lengths = [int(n) for n in data["response_lengths"]]
+    for key in ("advantages", "returns"):
+        assert [len(values) for values in data[key]] == lengths, f"{key}: an entry per response token"
+
+
+@contract("custom-loss-function")
+def custom_loss_function(kit: Kit, path: str) -> None:
+    """(loss, dict of numbers); the loss is a scalar with a gradient."""
+    import torch
+
+    from slime.training.losses import compute_loss
+
+    args = kit.args(custom_loss_function_path=path, loss_type="custom_loss")
+    mb, reduce = _micro_batch(kit, args)
+    logits = torch.randn(1, len(mb.tokens), VOCABULARY, requires_grad=True)
+    loss, metrics = compute_loss(args, mb, torch.zeros(sum(mb.response_lengths)), None, reduce, logits)
+    _check_loss(loss, metrics, logits)
+
+
+@contract("custom-tis-function")
+def custom_tis_function(kit: Kit, path: str) -> None:
+    """(pg_loss, modified masks, metrics), all with an entry per response token."""
+    _check_policy_loss(kit, kit.args(custom_tis_function_path=path, use_tis=True))
+
+
+@contract("custom-pg-loss-reducer-function")
+def custom_pg_loss_reducer_function(kit: Kit, path: str) -> None:
+    """Returns a function from token losses to a scalar."""
+    for per_token in (False, True):
+        args = kit.args(custom_pg_loss_reducer_function_path=path, calculate_per_token_loss=per_token)
+        _check_policy_loss(kit, args)
+
+
+def _check_policy_loss(kit: Kit, args: Namespace) -> None:
+    import torch
+
+    from slime.training.losses import compute_loss
+
+    mb, reduce = _micro_batch(kit, args)
+    log_probs = torch.randn(sum(mb.response_lengths), requires_grad=True)
+    loss, metrics = compute_loss(args, mb, log_probs, torch.ones_like(log_probs), reduce)
+    _check_loss(loss, metrics, log_probs)
+
+
+def _micro_batch(kit: Kit, args: Namespace) -> tuple[Any, Any]:
+    from slime.training.reducers import make_reducer
+
+    mb = rank_data(kit, args).micro_batch(0, 0, "cpu")
+    return mb, make_reducer(mb, args.calculate_per_token_loss)
+
+
+def _check_loss(loss: Any, metrics: dict[str, Any], leaf: Any) -> None:
+    import torch
+
+    assert loss.shape == () and torch.isfinite(loss), "the loss is a finite scalar"
+    loss.backward()
+    assert leaf.grad is not None and torch.isfinite(leaf.grad).all(), "it has a finite gradient"
+    assert all(value.numel() == 1 for value in metrics.values()), "metrics are numbers"
