@@ -19,6 +19,7 @@ MEDIA = ("image", "video", "audio")
 _PLACEHOLDER = re.compile(r"<(image|video|audio)>")
 _REMOTE = re.compile(r"(?:https?|s3|gs)://|data:")
 _CACHED_FILES = 64
+_LONGEST_PATH = 4096
 
 
 def place_media(prompt: str | list[dict[str, Any]], media: dict[str, list]) -> str | list[dict[str, Any]]:
@@ -116,8 +117,9 @@ def _encoded(kind: str, item: Any) -> str:
         raise ValueError(f"{kind}: must be a URL, path, base64 text or an object, not a {type(item).__name__}")
     if _REMOTE.match(item):
         return item
-    if len(item) < 4096 and (os.path.sep in item or "." in item or os.path.exists(item)):
-        return _file(kind, item.removeprefix("file://"))
+    path = item.removeprefix("file://")
+    if len(path) < _LONGEST_PATH and (os.path.splitext(path)[1] or os.path.isfile(path)):
+        return _file(kind, path)
     return item
 
 

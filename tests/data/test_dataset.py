@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from slime.utils.data import Dataset
-from slime.utils.rows import DataError, JsonlRows, split_path
 from slime.utils.processing_utils import load_tokenizer
+from slime.utils.rows import DataError, JsonlRows, split_path
 from tests.data.support import write_jsonl
 
 pytestmark = pytest.mark.unit
