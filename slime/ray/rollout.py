@@ -26,12 +26,11 @@ from slime.ray.engines import create_engine, num_engines
 from slime.ray.placement_group import PlacementSlice
 from slime.ray.server_process import ServerProcess, http_json
 from slime.ray.session import Session
-from slime.ray.train_data import batch_metrics, samples_to_batch, trim
+from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trim
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.errors import blame
 from slime.rollout.generate_state import GenerateState
 from slime.training.rollout_data import partition_rollout_data
-from slime.training.schedule import build_dp_schedule
 from slime.utils.http_utils import init_http_client
 from slime.utils.logging_utils import configure_logging
 from slime.utils.misc import flatten, load_function
@@ -70,7 +69,7 @@ class RolloutManager:
         self.engines: list[Any] = []
         self.router: ServerProcess | None = None
         self._disposed = threading.Event()
-        self._dp_size: int | None = None
+        self._parallel: dict[str, int] = {}
         self.data_source: Any = None
         self.rollout_fn: Any = None
         self.eval_fn: Any = None
@@ -189,8 +188,9 @@ class RolloutManager:
         return getattr(self.rollout_fn, "generates_in_background", False)
 
     def set_train_parallel_config(self, config: dict[str, int]) -> None:
-        """Trainers say how many parts a rollout is cut into (`dp_size`)."""
-        self._dp_size = config["dp_size"]
+        """Trainers say how many parts a rollout is cut into (`dp_size`), and of how many micro-batches a part has a
+        multiple (`micro_batch_multiple`, 1 if left out)."""
+        self._parallel = config
 
     def save(self, rollout_id: int) -> None:
         """Write the data source's position and buffer, as they are after rollout `rollout_id`."""
@@ -246,16 +246,7 @@ class RolloutManager:
         return {**rollout_metrics(args, samples, seconds, slots), **_on_axis("rollout", extra)}
 
     def _distribute(self, batch: dict[str, list[Any]]) -> list[ray.ObjectRef]:
-        args = self.args
-        schedule = build_dp_schedule(
-            batch["total_lengths"],
-            batch["rollout_ids"],
-            dp_size=self._dp_size,
-            global_batch_size=args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
-            max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if args.use_dynamic_batch_size else None,
-            balance=args.balance_data,
-        )
+        schedule = build_schedule(self.args, batch, **self._parallel)
         return [ray.put(part) for part in partition_rollout_data(batch, schedule)]
 
     def eval(self, rollout_id: int) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slime.rollout.errors import HookFailure, blame
+from slime.training.flops import ModelFlops
 from slime.training.rewards import normalize_rewards
+from slime.training.schedule import DPSchedule, build_dp_schedule
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -22,14 +26,16 @@ def trajectory_ids(samples: Sequence[Sample]) -> list[int]:
 
 
 def trim(args: Namespace, samples: list[Sample]) -> list[Sample]:
-    """Drop the tail so that the trajectories fill whole optimizer steps (unless `--disable-rollout-trim-samples`).
+    """Drop the tail so that the trajectories fill whole optimizer steps.
+
+    Not with `--disable-rollout-trim-samples` or `--use-dynamic-global-batch-size`.
 
     Raises:
         ValueError: there are fewer trajectories than one step needs.
     """
     ids = trajectory_ids(samples)
     count = len(set(ids))
-    if args.disable_rollout_trim_samples and count > 0:
+    if (args.disable_rollout_trim_samples or args.use_dynamic_global_batch_size) and count > 0:
         return samples
     keep = count - count % args.global_batch_size
     if keep == 0:
@@ -128,6 +134,36 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
 def _last_versions(samples: Sequence[Sample]) -> list[int]:
     """The weights that generated each sample's last tokens; 0 where no engine said."""
     return [int(s.weight_versions[-1]) if s.weight_versions else 0 for s in samples]
+
+
+def build_schedule(
+    args: Namespace, batch: dict[str, list[Any]], dp_size: int, micro_batch_multiple: int = 1
+) -> DPSchedule:
+    """The batch's optimizer steps and micro-batches.
+
+    With `--use-dynamic-global-batch-size` the trajectories, however many, are spread evenly over the usual number of
+    steps (fewer where that would leave a rank without any). With `--balance-by-flops` samples weigh what they cost.
+    """
+    lengths, ids = batch["total_lengths"], batch["rollout_ids"]
+    sizes: dict[str, int] = {"global_batch_size": args.global_batch_size}
+    if args.use_dynamic_global_batch_size:
+        sizes = {"num_steps": max(min(args.num_steps_per_rollout, len(set(ids)) // dp_size), 1)}
+    costs = None
+    if args.balance_by_flops:
+        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+        model = ModelFlops.of_hf_config(config)
+        costs = [model.forward(length) for length in lengths]
+    return build_dp_schedule(
+        lengths,
+        ids,
+        dp_size=dp_size,
+        micro_batch_size=args.micro_batch_size,
+        max_tokens=args.max_tokens_per_gpu * args.context_parallel_size if args.use_dynamic_batch_size else None,
+        balance=args.balance_data or args.balance_by_flops,
+        costs=costs,
+        micro_batch_multiple=micro_batch_multiple,
+        **sizes,
+    )
 
 
 def _complete(batch: dict[str, list[Any]], samples: list[Sample]) -> dict[str, list[Any]]:

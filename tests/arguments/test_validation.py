@@ -194,6 +194,16 @@ class TestBatching:
         assert setup.load(*dynamic).log_probs_max_tokens_per_gpu == 99
         assert "must equal --max-tokens-per-gpu 99" in one_error(*dynamic, "--log-probs-max-tokens-per-gpu", "98")
 
+    def test_flops_need_the_sizes_of_the_model(self, setup, one_error):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
+        model = setup.write_model("sized", **sizes)
+        assert setup.load("--balance-by-flops", "--hf-checkpoint", model).balance_by_flops
+        assert "config.json has no hidden_size" in one_error("--balance-by-flops")
+
+    def test_dynamic_batch_size_keeps_the_number_of_steps(self, setup):
+        args = setup.load("--use-dynamic-global-batch-size", "--global-batch-size", "16")
+        assert args.use_dynamic_global_batch_size and args.num_steps_per_rollout == 2
+
     def test_masking_needs_partial_rollout(self, one_error):
         assert "needs --partial-rollout" in one_error("--mask-offpolicy-in-partial-rollout")
 

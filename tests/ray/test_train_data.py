@@ -1,9 +1,10 @@
+import json
 from argparse import Namespace
 
 import numpy as np
 import pytest
 
-from slime.ray.train_data import batch_metrics, samples_to_batch, trajectory_ids, trim
+from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trajectory_ids, trim
 from slime.utils.types import Sample
 
 pytestmark = pytest.mark.unit
@@ -13,6 +14,14 @@ def make_args(**changes):
     values = {
         "global_batch_size": 4,
         "disable_rollout_trim_samples": False,
+        "use_dynamic_global_batch_size": False,
+        "num_steps_per_rollout": 1,
+        "use_dynamic_batch_size": False,
+        "max_tokens_per_gpu": None,
+        "micro_batch_size": 1,
+        "context_parallel_size": 1,
+        "balance_data": False,
+        "balance_by_flops": False,
         "loss_type": "policy_loss",
         "compute_advantages_and_returns": True,
         "advantage_estimator": "grpo",
@@ -42,6 +51,41 @@ def test_trim_counts_trajectories_and_keeps_pieces_together():
     assert len(trim(make_args(disable_rollout_trim_samples=True), samples)) == 7
     with pytest.raises(ValueError, match="--global-batch-size 8"):
         trim(make_args(global_batch_size=8), samples)
+
+
+def test_schedule_of_the_flags():
+    batch = {"total_lengths": [10, 20, 30, 40, 50, 60, 70], "rollout_ids": [0, 0, 1, 2, 3, 4, 5]}
+    args = make_args(global_batch_size=3, micro_batch_size=2)
+    assert [step.num_rollouts for step in build_schedule(args, batch, dp_size=2).steps] == [3, 3]
+    args = make_args(use_dynamic_batch_size=True, max_tokens_per_gpu=50, context_parallel_size=2, global_batch_size=6)
+    for multiple, count in ((1, 3), (4, 4)):
+        (step,) = build_schedule(args, batch, dp_size=1, micro_batch_multiple=multiple).steps
+        totals = [sum(batch["total_lengths"][i] for i in mb) for mb in step.micro_batches[0]]
+        assert len(totals) == count and max(totals) <= 100
+
+
+def test_dynamic_global_batch_size_uses_every_sample():
+    args = make_args(use_dynamic_global_batch_size=True, num_steps_per_rollout=2, global_batch_size=4)
+    samples = [make_sample(i) for i in range(7)]
+    assert trim(args, samples) == samples
+    batch = {"total_lengths": [5] * 7, "rollout_ids": list(range(7))}
+    assert [step.num_rollouts for step in build_schedule(args, batch, dp_size=2).steps] == [3, 4]
+    few = {"total_lengths": [5] * 3, "rollout_ids": list(range(3))}
+    assert [step.num_rollouts for step in build_schedule(args, few, dp_size=2).steps] == [3]
+
+
+def test_balance_by_flops(tmp_path):
+    """One long sample costs as much as many short ones of the same total length."""
+    sizes = {"hidden_size": 2, "num_hidden_layers": 1, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    batch = {"total_lengths": [4000, *[400] * 20], "rollout_ids": list(range(21))}
+    packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 8000, "global_batch_size": 21}
+    args = make_args(**packed, balance_by_flops=True, hf_checkpoint=str(tmp_path))
+    ranks = [[i for mb in rank for i in mb] for rank in build_schedule(args, batch, dp_size=2).steps[0].micro_batches]
+    assert min(ranks, key=len) == [0]
+    args = make_args(**packed, balance_data=True)
+    ranks = [[i for mb in rank for i in mb] for rank in build_schedule(args, batch, dp_size=2).steps[0].micro_batches]
+    assert min(map(len, ranks)) > 4
 
 
 def test_batch_by_hand():

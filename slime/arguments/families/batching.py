@@ -1,6 +1,5 @@
 """Samples per rollout, per optimizer step and per micro-batch."""
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, integer
 
 FAMILY = Family(
@@ -37,15 +36,14 @@ FAMILY = Family(
         Flag(
             "--balance-by-flops",
             action=STORE_TRUE,
-            help="Balance FLOPs instead of tokens.",
-            pending="balancing by FLOPs is not built yet; --balance-data balances tokens",
+            help="Balance FLOPs of the model over ranks and micro-batches, not tokens: worth it with long samples.",
         ),
         Flag("--disable-rollout-trim-samples", action=STORE_TRUE, help="Keep samples beyond a multiple of the batch."),
         Flag(
             "--use-dynamic-global-batch-size",
             action=STORE_TRUE,
-            help="The global batch size follows the number of samples.",
-            pending=pending.DYNAMIC_GBS,
+            help="The global batch size follows the number of samples: none is trimmed, and the rollout is cut into "
+            "the same number of optimizer steps.",
         ),
     ),
 )

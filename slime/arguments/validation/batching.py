@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.problems import Problems
+from slime.arguments.validation.model import read_hf_config
+from slime.training.flops import ModelFlops
 
 
 def complete(args: Namespace, problems: Problems) -> None:
@@ -16,6 +18,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         _complete_steps(args, problems)
         _complete_over_sampling(args, problems)
     _check_token_caps(args, problems)
+    _check_flops(args, problems)
     if args.num_rollout is None and args.num_epoch is None and not problems.concern("--num-rollout", "--num-epoch"):
         problems.add("--num-rollout", None, "or --num-epoch is required", "give the number of rollouts")
     if args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset:
@@ -71,6 +74,15 @@ def _complete_over_sampling(args: Namespace, problems: Problems) -> None:
             f"must be at least --rollout-batch-size {args.rollout_batch_size}",
             "raise it, or leave it out",
         )
+
+
+def _check_flops(args: Namespace, problems: Problems) -> None:
+    if not args.balance_by_flops or args.hf_checkpoint is None or problems.concern("--hf-checkpoint"):
+        return
+    try:
+        ModelFlops.of_hf_config(read_hf_config(args.hf_checkpoint, "--hf-checkpoint", problems) or {})
+    except ValueError as error:
+        problems.add("--balance-by-flops", None, str(error), "use --balance-data")
 
 
 def _check_token_caps(args: Namespace, problems: Problems) -> None:
