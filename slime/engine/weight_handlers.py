@@ -56,6 +56,7 @@ class WeightHandlers:
     # In the engine's thread.
 
     def from_tensor(self, body: dict[str, Any]) -> None:
+        self._require_session("update_weights_from_tensor")
         serialized = body.get("serialized_named_tensors")
         if isinstance(serialized, str):
             serialized = [serialized]
@@ -71,6 +72,7 @@ class WeightHandlers:
         self.engine.weights_changed(version, flush)
 
     def from_distributed(self, body: dict[str, Any]) -> None:
+        self._require_session("update_weights_from_distributed")
         flush, version = _flush(body), _version(body)
         self.groups.receive(body, self.engine.weights)
         self.engine.weights_changed(version, flush)
@@ -83,6 +85,10 @@ class WeightHandlers:
 
     def destroy_group(self, body: dict[str, Any]) -> None:
         self.groups.destroy(body.get("group_name", "weight_update_group"))
+
+    def _require_session(self, what: str) -> None:
+        if not self.updating:
+            raise RequestError(f"{what} must run between begin_weight_update and end_weight_update")
 
     def begin(self, body: dict[str, Any]) -> None:
         self.updating = True  # one that a lost trainer left open is simply begun again

@@ -169,7 +169,7 @@ class WeightStore:
         elif action == "compare":
             self._compare()
         elif action == "checksum":
-            return {"checksums": {name: _checksum(p) for name, p in self.parameters.items()}}
+            return {"ranks": [{"checksums": {name: _checksum(p) for name, p in self.parameters.items()}}]}
         else:
             raise RequestError(f"action must be snapshot, reset_tensors, compare or checksum, got {action!r}")
         return {}

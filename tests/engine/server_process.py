@@ -12,26 +12,36 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-START_SECONDS = 120
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class EngineServer:
     """Start with command-line flags, talk JSON, stop."""
 
+    kind = "embedded"
+    start_seconds = 120
+
     def __init__(self, model_path: str, directory: Path, *flags: str, parent_pid: int | None = None):
         self.port_file = directory / "port"
         self.log = directory / "server.log"
-        command = [sys.executable, "-m", "slime.engine.server", "--model-path", model_path, "--device", "cpu"]
+        command, env = self.command(model_path)
         command += ["--port-file", str(self.port_file), "--parent-pid", str(parent_pid or os.getpid()), *flags]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **env},
             )
         self.url = ""
 
+    def command(self, model_path: str) -> tuple[list[str], dict[str, str]]:
+        """argv and environment."""
+        return [sys.executable, "-m", "slime.engine.server", "--model-path", model_path, "--device", "cpu"], {}
+
     def wait(self) -> EngineServer:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while not self.port_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not start:\n{self.log.read_text()}")
@@ -67,7 +77,7 @@ class EngineServer:
         """The message of a reply that must have this status."""
         got, reply = self.request(path, body, **kwargs)
         assert got == status, (path, got, reply)
-        return reply["error"]["message"]
+        return message_of(reply)
 
     def generate(self, input_ids, **params):
         """/generate with log-probs; params are sampling parameters."""
@@ -93,6 +103,14 @@ class EngineServer:
             assert time.monotonic() < deadline, load
             time.sleep(0.01)
         return load
+
+
+def message_of(reply) -> str:
+    """The text of an error: SGLang has several shapes for it."""
+    if isinstance(reply, dict):
+        error = reply.get("error", reply.get("message"))
+        return str(error.get("message") if isinstance(error, dict) else error)
+    return str(reply)
 
 
 class Background:

@@ -161,11 +161,11 @@ def test_chunked_prefill_and_the_context_limit(server, small_server):
 
 def test_backed_up_weights_come_back_by_themselves(small_server):
     before = small_server.generate([5, 6, 7], max_new_tokens=5, temperature=0)["output_ids"]
-    checksums = small_server.ok("/weights_checker", {"action": "checksum"})["checksums"]
+    checksums = small_server.ok("/weights_checker", {"action": "checksum"})["ranks"]
     small_server.ok("/release_memory_occupation", {})
     small_server.ok("/resume_memory_occupation", {})
     assert small_server.generate([5, 6, 7], max_new_tokens=5, temperature=0)["output_ids"] == before
-    assert small_server.ok("/weights_checker", {"action": "checksum"})["checksums"] == checksums
+    assert small_server.ok("/weights_checker", {"action": "checksum"})["ranks"] == checksums
 
 
 def test_the_server_ends_with_its_parent_and_on_sigterm(tiny_model_dir, tmp_path):

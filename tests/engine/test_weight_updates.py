@@ -57,7 +57,9 @@ def bucket(named: dict[str, torch.Tensor]) -> dict:
 
 
 def push(server, payload: str, **fields):
-    return server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [payload], **fields})
+    server.ok("/begin_weight_update", {})
+    server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [payload], **fields})
+    server.ok("/end_weight_update", {})
 
 
 def is_from(model, reply, prompt=PROMPT) -> bool:
@@ -78,9 +80,7 @@ def check_fresh(server, other_model, version: str) -> None:
 @pytest.mark.parametrize("flush", [True, False])
 def test_plain_tensors_by_value(server, other_weights, other_model, flush):
     assert not is_from(other_model, server.generate(PROMPT, **SAMPLED))
-    server.ok("/begin_weight_update", {})
     push(server, encode(list(other_weights.items())), weight_version="1", flush_cache=flush)
-    server.ok("/end_weight_update", {})
     check_fresh(server, other_model, "1")
 
 
@@ -132,6 +132,7 @@ def test_distributed_over_gloo(server, other_weights, other_model):
         group = join_group("127.0.0.1", port, 0, 2, "sync", "gloo")
         joined.result(30)
         body = {"group_name": "sync", "weight_version": "6", "flush_cache": False}
+        server.ok("/begin_weight_update", {})
         body["names"] = sorted(other_weights)
         body["dtypes"] = ["float32"] * len(other_weights)
         body["shapes"] = [list(other_weights[name].shape) for name in body["names"]]
@@ -145,10 +146,13 @@ def test_distributed_over_gloo(server, other_weights, other_model):
     assert "exists already" in server.error(
         "/init_weights_update_group", {**fields, "rank_offset": 1, "world_size": 2}
     )
+    server.ok("/end_weight_update", {})
     server.ok("/destroy_weights_update_group", {"group_name": "sync"})
     dist.destroy_process_group(group)
     assert "no group" in server.error("/destroy_weights_update_group", {"group_name": "sync"})
+    server.ok("/begin_weight_update", {})
     assert "no group" in server.error("/update_weights_from_distributed", body)
+    server.ok("/end_weight_update", {})
     assert "missing or bad field" in server.error("/init_weights_update_group", {"master_port": 1})
     assert "does not work" in server.error(
         "/init_weights_update_group", {**fields, "backend": "nccl", "rank_offset": 1, "world_size": 2}
@@ -189,7 +193,7 @@ def test_update_weight_version(server, background):
 
 
 def test_checker(server, other_weights, tiny_model_dir):
-    before = server.ok("/weights_checker", {"action": "checksum"})["checksums"]
+    before = server.ok("/weights_checker", {"action": "checksum"})["ranks"]
     server.ok("/weights_checker", {"action": "snapshot"})
     server.ok("/weights_checker", {"action": "compare"})
     server.ok("/weights_checker", {"action": "reset_tensors"})
@@ -199,7 +203,7 @@ def test_checker(server, other_weights, tiny_model_dir):
     assert "until they are pushed" in server.error("/generate", {"input_ids": [5]}, status=503)
     server.ok("/update_weights_from_disk", {"model_path": tiny_model_dir, "weight_version": "default"})
     server.ok("/weights_checker", {"action": "compare"})
-    assert server.ok("/weights_checker", {"action": "checksum"})["checksums"] == before
+    assert server.ok("/weights_checker", {"action": "checksum"})["ranks"] == before
     assert "action must be" in server.error("/weights_checker", {"action": "guess"})
 
 
@@ -233,7 +237,8 @@ def test_bad_payloads(server, other_weights):
         (encode({"flattened_tensor": good, "metadata": [SimpleNamespace(name=name)]}), "flattened_bucket", "metadata"),
         (encode([(name, good)]), "npz", "load_format"),
     ]
-    before = server.ok("/weights_checker", {"action": "checksum"})["checksums"]
+    before = server.ok("/weights_checker", {"action": "checksum"})["ranks"]
+    server.ok("/begin_weight_update", {})
     for payload, load_format, message in cases:
         body = {"serialized_named_tensors": [payload], "load_format": load_format}
         assert message in server.error("/update_weights_from_tensor", body), message
@@ -245,8 +250,7 @@ def test_bad_payloads(server, other_weights):
     assert "do not make" in server.error("/update_weights_from_tensor", body)
     assert "flush_cache" in server.error("/update_weights_from_tensor", {**body, "flush_cache": "yes"})
     assert "weight_version" in server.error("/update_weights_from_tensor", {**body, "weight_version": [1]})
-    assert server.ok("/weights_checker", {"action": "checksum"})["checksums"] == before
-    server.ok("/begin_weight_update", {})
+    assert server.ok("/weights_checker", {"action": "checksum"})["ranks"] == before
     server.ok("/begin_weight_update", {})  # a lost trainer may have left one open
     server.ok("/end_weight_update", {})
     assert "no weight update is open" in server.error("/end_weight_update", {})

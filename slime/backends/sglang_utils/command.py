@@ -35,7 +35,7 @@ def launch_command(
         flag = to_words(name, value)
         if flag[0] not in asked:
             words += flag
-    return [sys.executable, "-m", "slime.backends.sglang_utils.launch", "--", *words, *given]
+    return [sys.executable, "-m", "slime.backends.sglang_utils.launch", *words, *given]
 
 
 def _own_arguments(

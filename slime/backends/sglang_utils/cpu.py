@@ -1,12 +1,14 @@
 """What stock SGLang lacks on a machine without a GPU, and the flags with which it runs there.
 
-PyPI's wheels are CUDA builds. Two of their modules fail to import where there is no CUDA although nothing of them is
-called on this path; on a GPU machine nothing here has any effect.
+SGLang imports two packages at start whose PyPI wheels need CUDA, although nothing of them is called on this path:
+sgl_kernel, and torchvision (for images). Where they are not installed, stand-ins let SGLang be imported. On a GPU
+machine nothing here has any effect.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import importlib.util
 import os
 import sys
 import types
@@ -29,28 +31,41 @@ CPU_FLAGS: dict[str, Any] = {
 """Server arguments on CPU, where the user gives none."""
 
 
-class _StandInKernels(types.ModuleType):
-    """In place of `sgl_kernel`: modules that name its CPU kernels can be imported; calling one is an error."""
+class StandIn(types.ModuleType):
+    """A module whose functions can be imported; calling one is an error.
+
+    Args:
+        suffix: how the names end that it has.
+    """
+
+    def __init__(self, name: str, suffix: str = ""):
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.__path__: list[str] = []
+        self._suffix = suffix
 
     def __getattr__(self, name: str) -> Any:
-        if not name.endswith("_cpu"):
+        if name.startswith("__") or not name.endswith(self._suffix):
             raise AttributeError(name)
 
-        def kernel(*args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError(f"sgl_kernel.{name} is not part of SGLang's PyPI wheels")
+        def missing(*args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError(f"{self.__name__}.{name} is not there on a machine without CUDA")
 
-        return kernel
+        return missing
 
 
 def install_shims() -> None:
     """Make SGLang importable without CUDA. Call before it is imported, in every process of the server."""
     if os.environ.get(CPU_ENGINE) != "1" or "sgl_kernel" in sys.modules:
         return
-    import torch
+    sys.modules["sgl_kernel"] = StandIn("sgl_kernel", suffix="_cpu")
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    from transformers.utils import is_torchvision_available
 
-    module = _StandInKernels("sgl_kernel")
-    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
-    sys.modules["sgl_kernel"] = module
-    # PyPI's torchvision registers these only with CUDA, but its Python part refers to them at import.
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    is_torchvision_available()  # transformers remembers that there is none
+    for name in ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional"):
+        sys.modules[name] = StandIn(name)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, sys.modules[name])

@@ -1,6 +1,6 @@
 """The process that becomes a stock SGLang server.
 
-`python -m slime.backends.sglang_utils.launch --port-file FILE --parent-pid PID -- <SGLang's flags>` runs
+`python -m slime.backends.sglang_utils.launch <SGLang's flags> --port-file FILE --parent-pid PID` runs
 `sglang.launch_server` with slime's front around its HTTP application, on a free port, and ends with its parent.
 SGLang's spawned processes import this module again: what must happen before SGLang is imported stands at its top.
 """
@@ -21,12 +21,13 @@ install_shims()
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This module's own flags, and SGLang's behind `--`."""
-    own, engine = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(prog="slime.backends.sglang_utils.launch", description=__doc__)
+    """This module's own flags, and the rest, which is SGLang's."""
+    parser = argparse.ArgumentParser(
+        prog="slime.backends.sglang_utils.launch", description=__doc__, allow_abbrev=False, add_help=False
+    )
     parser.add_argument("--port-file", help="the port is written here before the server listens")
     parser.add_argument("--parent-pid", type=int, help="exit when this process ends")
-    return parser.parse_args(own), engine
+    return parser.parse_known_args(argv)
 
 
 def reserve_port(host: str) -> socket.socket:

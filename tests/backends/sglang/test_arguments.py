@@ -14,7 +14,7 @@ from slime.backends.sglang_utils.arguments import given_words, server_flags, to_
 pytestmark = pytest.mark.unit
 needs_sglang = pytest.mark.skipif(compat.installed_version() is None, reason="SGLang is not installed")
 
-FIELDS = '''
+FIELDS = """
 class Memory:
     disable_radix_cache: A[bool, Arg(help="No prefix cache.", resolvable=True)] = False
     tp_size: A[int, Arg(cli_name="--tensor-parallel-size", aliases=["--tp-size"], help="Ranks.")] = 1
@@ -32,7 +32,7 @@ def add_cli_args(parser):
     parser.add_argument("--sampling-backend", type=str, choices=CHOICES, default=None, help=f"Kernels {x} for it.")
     parser.add_argument("--old", dest="renamed", action=DeprecatedStoreTrueAction, help="Deprecated.")
     parser.add_argument("--config", type=str)
-'''
+"""
 
 
 @pytest.fixture
