@@ -15,6 +15,8 @@ COMMANDS = {
     "train-async": ("slime.train_async", "the same with generation beside training (same as python train_async.py)"),
     "test-hooks": ("slime.testing.__main__", "test functions that you give to train: --custom-rm-path my.module.fn"),
     "data": ("slime.data_check", "`slime data check FILE ...` lists every row of prompt data that cannot be used"),
+    "replay-reward": ("slime.debug.replay_reward", "reward the responses of a rollout dump again"),
+    "show-dump": ("slime.debug.show_dump", "show what is in a dump"),
     "flags": ("slime.arguments.reference", "list the flags of train; `slime flags lr` those that match"),
 }
 

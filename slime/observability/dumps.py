@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from slime.utils.types import Sample
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
 
 
 def save_rollout_dump(template: str, rollout_id: int | str, samples: list[Sample]) -> Path:
@@ -27,19 +37,33 @@ def load_rollout_dump(template: str, rollout_id: int, subsample: float | None = 
     Raises:
         FileNotFoundError: names the flag, and the path after the rollout id was filled in.
     """
-    import torch
-
     path = Path(template.format(rollout_id=rollout_id))
     if not path.is_file():
         raise FileNotFoundError(f"--load-debug-rollout-data {template}: no dump of rollout {rollout_id} at {path}")
-    with torch.serialization.safe_globals(_numpy_globals()):
-        data: dict[str, Any] = torch.load(path, weights_only=True)
+    data = load_dump(path)
     samples = [Sample.from_dict(entry) for entry in data["samples"]]
     if subsample is not None:
         keep = max(2, int(len(samples) * subsample))
         if keep < len(samples):
             samples = samples[: keep // 2] + samples[len(samples) - (keep - keep // 2) :]
     return samples
+
+
+def load_dump(path: Path) -> dict[str, Any]:
+    """The content of a dump of either kind, read without running code from it."""
+    import torch
+
+    with torch.serialization.safe_globals(_numpy_globals()):
+        return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def save_tokenizer(hf_checkpoint: str, directory: str) -> None:
+    """Copy the tokenizer's files of a checkpoint directory to `directory`/tokenizer, to read token ids with later."""
+    target = Path(directory) / "tokenizer"
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in TOKENIZER_FILES:
+        for file in Path(hf_checkpoint).glob(pattern):
+            shutil.copy(file, target / file.name)
 
 
 def _numpy_globals() -> list[Any]:
