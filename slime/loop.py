@@ -10,6 +10,7 @@ from slime.observability.staleness import staleness_metrics
 if TYPE_CHECKING:
     import ray
 
+    from slime.ray.actor_group import RayTrainGroup
     from slime.ray.rollout import GenerateResult
     from slime.ray.session import Session
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class Loop:
     """Engines, trainers and data of one run. Each step waits for its end; a loop decides the order.
 
-    Attributes: `manager` (the rollout manager), `actor` (the trainers; None under --debug-rollout-only), `start` (the
+    Attributes: `manager` (the rollout manager), `trainers` (None under --debug-rollout-only), `start` (the
     first rollout id), `args` (with `num_rollout` known), `weight_version` (what the engines serve; None before the
     first sync).
     """
@@ -33,7 +34,7 @@ class Loop:
         self.manager = create_rollout_manager(args, slices["rollout"], session)
         wait = session.wait
         with self.phase("starting engines and trainers"):
-            self.actor, _ = create_training_models(args, slices, session)
+            self.trainers = create_training_models(args, slices, session)
             wait(self.manager.start.remote())
             session.guard(self.manager.wait_for_death.remote())
             self.per_epoch = wait(self.manager.get_num_rollout_per_epoch.remote())
@@ -41,15 +42,20 @@ class Loop:
             if args.offload_rollout:
                 wait(self.manager.offload.remote())
             self.start = args.start_rollout_id or 0
-            if self.actor is not None:
-                with_ref = args.use_kl_loss or args.kl_coef != 0
-                self.start = wait(self.actor.async_init(args, with_ref=with_ref))[0]
+            if self.trainers is not None:
+                self.start = self.trainers.init(args)
                 self.actor.connect(self.manager)
-                session.track_memory(self.actor.pids())
+                self.recovery = EngineRecovery(args, session, self.manager, self.actor)
+                session.track_memory(self.trainers.pids())
             session.track_memory(wait(self.manager.pids.remote()))
             wait(self.manager.load.remote(self.start - 1))
 
     @property
+    @property
+    def actor(self) -> RayTrainGroup:
+        """The policy's ranks."""
+        return self.trainers.actor
+
     def rollout_ids(self) -> range:
         return range(self.start, self.args.num_rollout)
 
@@ -76,12 +82,11 @@ class Loop:
     def train(self, rollout_id: int, rollout: GenerateResult) -> dict[str, Any]:
         """Train on a rollout; the metrics of both."""
         metrics = rollout.metrics | staleness_metrics(rollout.token_versions, self.weight_version)
-        if self.actor is None:
+        if self.trainers is None:
             return metrics
         wait = self.session.wait
         with self.phase(f"{self._progress(rollout_id)}: training"):
-            metrics |= wait(self.actor.call("onload"))[0] if self.args.offload_train else {}
-            metrics |= wait(self.actor.async_train(rollout_id, rollout.refs))[0]
+            metrics |= self.trainers.train(rollout_id, rollout.refs)
         self.session.run_dir.record_trained(rollout_id, rollout.sample_indices)
         return metrics
 
@@ -107,7 +112,7 @@ class Loop:
 
     def saves_after(self, rollout_id: int) -> bool:
         """Whether a checkpoint follows this rollout: every `--save-interval`, at each epoch's end, after the last."""
-        if self.actor is None or self.args.save is None:
+        if self.trainers is None or self.args.save is None:
             return False
         done = rollout_id + 1
         intervals = [n for n in (self.args.save_interval, self.per_epoch) if n]
@@ -121,7 +126,7 @@ class Loop:
 
     def save_model(self, rollout_id: int) -> dict[str, float]:
         with self.phase("saving"):
-            return self.session.wait(self.actor.call("save_model", rollout_id))[0]
+            return self.trainers.save_model(rollout_id)
 
     @property
     def evaluates(self) -> bool:

@@ -28,7 +28,7 @@ BY_NAME: dict[str, Flag] = {name: flag for flag in ALL_FLAGS for name in flag.na
 _NEGATIONS = {f"--no-{flag.name[2:]}": flag for flag in ALL_FLAGS if flag.action == OPTIONAL_BOOL}
 _PREFIXES = (engine.PREFIX, megatron.PREFIX)
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*")
-COMPUTED = ("use_critic", "eval_datasets")
+COMPUTED = ("use_critic", "role_overrides", "eval_datasets")
 """Attributes that validation adds; nobody may set them."""
 
 

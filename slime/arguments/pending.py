@@ -2,7 +2,6 @@
 
 MEGATRON = "it belongs to the Megatron trainer, which is not built yet; use --train-backend fsdp"
 SGLANG = "it belongs to the SGLang engine, which is not built yet; use --rollout-engine embedded"
-PPO = "PPO and its critic are not built yet; use another --advantage-estimator"
 ROUTING_REPLAY = "routing replay for MoE models is not built yet"
 EXTERNAL_ENGINES = "external engines are not built yet; slime starts its own"
 FAULT_TOLERANCE = "restarting failed engines is not built yet"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ BACKENDS = {"fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor"}
 class TrainWorker:
     """The Ray actor around a trainer rank: it imports the backend in its own process, so that the driver need not."""
 
-    def __init__(self, backend: str, world_size: int, rank: int, master: tuple[str | None, int | None]):
-        self._trainer = load_function(BACKENDS[backend])(world_size, rank, *master)
+    def __init__(self, backend: str, role: str, world_size: int, rank: int, master: tuple[str | None, int | None]):
+        self._trainer = load_function(BACKENDS[backend, role])(world_size, rank, *master)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._trainer, method)(*args, **kwargs)
@@ -34,7 +35,7 @@ class RayTrainGroup:
 
     Args:
         num_nodes, num_gpus_per_node: world size is their product.
-        role: "actor", or "critic" later.
+        role: "actor" or "critic".
     """
 
     def __init__(
@@ -52,18 +53,19 @@ class RayTrainGroup:
         for rank in range(self.world_size):
             options = placement.options(rank, TRAIN_FRACTION)
             actor = worker.options(**options, runtime_env=env).remote(
-                args.train_backend, self.world_size, rank, master
+                args.train_backend, role, self.world_size, rank, master
             )
-            actor.call.remote("redirect_logs", str(self._log_file(rank)), self._process(rank))
+            actor.call.remote("redirect_logs", str(self._log_file(rank)), self.process_name(rank))
             if rank == 0 and self.world_size > 1:
                 master = ray.get(actor.call.remote("get_master_addr_and_port"))
             self.actors.append(actor)
 
-    def _process(self, rank: int) -> str:
+    def process_name(self, rank: int) -> str:
+        """What messages and log files call a rank."""
         return f"train-{rank}" if self.role == "actor" else f"{self.role}-{rank}"
 
     def _log_file(self, rank: int) -> Path:
-        return RunDir(self.args.run_dir).log_file(self._process(rank))
+        return RunDir(self.args.run_dir).log_file(self.process_name(rank))
 
     @property
     def dp_size(self) -> int:
@@ -101,8 +103,11 @@ class RayTrainGroup:
         """Build everything; the first rollout id to run."""
         return self.get(self.async_init(args, with_ref))[0]
 
-    def async_train(self, rollout_id: int, refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        return self.call("train", rollout_id, refs)
+    def async_train(
+        self, rollout_id: int, refs: list[ray.ObjectRef], shared: Sequence[list[ray.ObjectRef]] = ()
+    ) -> list[ray.ObjectRef]:
+        """`shared`: what the other role computed, each with a ref per rank to arrays per sample by key."""
+        return self.call("train", rollout_id, refs, shared)
 
     def train(self, rollout_id: int, refs: list[ray.ObjectRef]) -> dict[str, float]:
         return self.get(self.async_train(rollout_id, refs))[0]
@@ -131,7 +136,7 @@ class RayTrainGroup:
         return self.get(self.call("onload"))[0]
 
     def pids(self) -> dict[str, int]:
-        return {self._process(rank): pid for rank, pid in enumerate(self.get(self.call("pid")))}
+        return {self.process_name(rank): pid for rank, pid in enumerate(self.get(self.call("pid")))}
 
     def dispose(self) -> None:
         """Let the ranks leave their groups and end the actors; one that does not answer is killed all the same."""

@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 if TYPE_CHECKING:
-    from slime.ray.actor_group import RayTrainGroup
     from slime.ray.session import Session
+    from slime.ray.trainers import Trainers
 
 TRAIN_FRACTION = 0.4
 ENGINE_FRACTION = 0.2
@@ -119,19 +119,21 @@ def _visible_gpu() -> int:
     return int(ray.get_gpu_ids()[0])
 
 
-def create_training_models(
-    args: Namespace, slices: dict[str, PlacementSlice], session: Session
-) -> tuple[RayTrainGroup | None, None]:
-    """Start the trainer processes: `(actor group, critic group)`; none under `--debug-rollout-only`.
+def create_training_models(args: Namespace, slices: dict[str, PlacementSlice], session: Session) -> Trainers | None:
+    """Start the trainer processes, policy and critic on the same bundles; none under `--debug-rollout-only`.
 
     They import their backend at once, while the engines start; `init` builds the models.
     """
     if args.debug_rollout_only:
-        return None, None
+        return None
     from slime.ray.actor_group import RayTrainGroup
+    from slime.ray.trainers import Trainers
 
-    group = RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, slices["actor"])
-    for rank, actor in enumerate(group.actors):
-        session.name_actor(actor, f"train-{rank}")
-    session.on_close(group.dispose)
-    return group, None
+    groups = []
+    for role in ("actor", "critic") if args.use_critic else ("actor",):
+        group = RayTrainGroup(args, args.actor_num_nodes, args.actor_num_gpus_per_node, slices["actor"], role)
+        for rank, actor in enumerate(group.actors):
+            session.name_actor(actor, group.process_name(rank))
+        session.on_close(group.dispose)
+        groups.append(group)
+    return Trainers(groups[0], groups[1] if args.use_critic else None, session)

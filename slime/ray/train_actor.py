@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -81,8 +82,18 @@ class TrainRayActor:
         """
         raise NotImplementedError
 
-    def train(self, rollout_id: int, refs: list[Any]) -> dict[str, float] | None:
-        """Train on one rollout, of which `refs[dp_rank]` is this rank's part; rank 0 returns the metrics."""
+    def sync_new_engines(self, urls: list[str], engine_slots: list[list[int]]) -> None:
+        """Give engines that were just started the weights that the others serve, or newer ones; collective.
+
+        The others are left alone. `set_rollout_engines` with all of them follows before the next `update_weights`.
+        """
+        raise NotImplementedError
+
+    def train(self, rollout_id: int, refs: list[Any], shared: Sequence[list[Any]] = ()) -> dict[str, float] | None:
+        """Train on one rollout, of which `refs[dp_rank]` is this rank's part; rank 0 returns the metrics.
+
+        Each of `shared` has a ref per rank to arrays per sample by key, which the other role computed for it.
+        """
         raise NotImplementedError
 
     def update_weights(self) -> dict[str, float] | None:

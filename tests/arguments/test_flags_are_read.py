@@ -13,6 +13,9 @@ PACKAGE = Path(slime.__file__).parent
 
 CONSUMED_HERE = {
     "custom_config_path": "read by the parser",
+    "megatron_config_path": "becomes role_overrides",
+    "critic_num_nodes": "must equal the actor's",
+    "critic_num_gpus_per_node": "must equal the actor's",
     "print_config": "read by parse_args",
     "bf16": "becomes dtype",
     "num_gpus_per_node": "sizes --debug-rollout-only",

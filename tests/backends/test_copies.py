@@ -1,4 +1,4 @@
-"""Weights beside the policy's: a reference that follows, the weights that were sent, a teacher; what is not trained."""
+"""Weights beside the policy's: a reference that follows, those that were sent, a teacher; what is not trained."""
 
 import pytest
 import torch

@@ -28,7 +28,6 @@ FAMILY = Family(
                 "reinforce++-baseline": "reinforce_plus_plus_baseline",
                 "reinforce++_baseline": "reinforce_plus_plus_baseline",
             },
-            pending_choices={"ppo": pending.PPO},
         ),
         Flag(
             "--loss-type",
@@ -57,7 +56,7 @@ FAMILY = Family(
         Flag("--use-unbiased-kl", action=STORE_TRUE, help="Multiply KL by the probability ratio (DeepSeek-V3.2)."),
         Flag("--entropy-coef", number, 0.0, "Weight of the entropy bonus."),
         Flag("--gamma", number, 1.0, "Discount."),
-        Flag("--lambd", number, 1.0, "Lambda of GAE.", pending=pending.PPO),
+        Flag("--lambd", number, 1.0, "Lambda of GAE."),
         Flag("--normalize-advantages", action=STORE_TRUE, help="Whiten advantages over all samples of a rollout."),
         Flag(
             "--disable-grpo-std-normalization",
@@ -91,11 +90,11 @@ FAMILY = Family(
             help="Compute old log-probs with the weights that generated the samples (asynchronous loop: the engines' "
             "weights are older than the trainer's).",
         ),
-        Flag("--value-clip", number, 0.2, "Clip range of values.", pending=pending.PPO),
-        Flag("--num-critic-only-steps", integer, 0, "Rollouts that only train the critic.", pending=pending.PPO),
-        Flag("--critic-train-only", action=STORE_TRUE, help="Only train the critic.", pending=pending.PPO),
-        Flag("--critic-lr", number, help="Learning rate of the critic. Default: --lr.", pending=pending.PPO),
-        Flag("--critic-lr-warmup-iters", integer, 0, "Warmup steps of the critic.", pending=pending.PPO),
+        Flag("--value-clip", number, 0.2, "Clip range of values."),
+        Flag("--num-critic-only-steps", integer, 0, "Rollouts that only train the critic."),
+        Flag("--critic-train-only", action=STORE_TRUE, help="Only train the critic."),
+        Flag("--critic-lr", number, help="Learning rate of the critic. Default: --lr."),
+        Flag("--critic-lr-warmup-iters", integer, 0, "Warmup steps of the critic."),
         Flag(
             "--use-opd",
             action=STORE_TRUE,

@@ -18,9 +18,7 @@ FAMILY = Family(
         Flag("--save-hf", text, help="Also export a Hugging Face directory; {rollout_id} is filled in."),
         Flag("--no-save-optim", action=STORE_TRUE, help="Save weights only."),
         Flag("--ref-load", text, help="Checkpoint of the reference model (Hugging Face directory)."),
-        Flag(
-            "--ckpt-step", integer, help="Step of --load to resume, instead of the latest.", pending=pending.MEGATRON
-        ),
+        Flag("--ckpt-step", integer, help="Iteration of --load to resume, instead of the latest."),
         Flag("--ref-ckpt-step", integer, help="Step of --ref-load.", pending=pending.MEGATRON),
         Flag("--async-save", action=STORE_TRUE, help="Save while training goes on.", pending=pending.MEGATRON),
         Flag(
@@ -30,7 +28,12 @@ FAMILY = Family(
         ),
         Flag("--no-load-optim", action=STORE_TRUE, help="Do not load the optimizer's state."),
         Flag("--no-load-rng", action=STORE_TRUE, help="Do not load RNG states."),
-        Flag("--critic-load", text, help="Checkpoint of the critic. Default: --load.", pending=pending.PPO),
-        Flag("--critic-save", text, help="Checkpoint directory of the critic.", pending=pending.PPO),
+        Flag(
+            "--critic-load",
+            text,
+            help="Critic to start from: a Hugging Face directory, or what --critic-save wrote. Default: LOAD/critic "
+            "of a run that is resumed, else the policy's initial weights.",
+        ),
+        Flag("--critic-save", text, help="Checkpoint directory of the critic. Default: SAVE/critic."),
     ),
 )

@@ -17,12 +17,11 @@ FAMILY = Family(
         ),
         Flag("--actor-num-nodes", integer, 1, "Nodes used by the policy trainer."),
         Flag("--actor-num-gpus-per-node", integer, 8, "Trainer GPUs per node; world size = nodes x this."),
-        Flag("--critic-num-nodes", integer, help="Critic nodes; default: as the actor.", pending=pending.PPO),
+        Flag("--critic-num-nodes", integer, help="Critic nodes: the actor's, whose devices the critic shares."),
         Flag(
             "--critic-num-gpus-per-node",
             integer,
-            help="Critic GPUs per node; default: as the actor.",
-            pending=pending.PPO,
+            help="Critic GPUs per node: the actor's, whose devices the critic shares.",
         ),
         Flag(
             "--rollout-num-gpus",

@@ -15,6 +15,7 @@ from slime.arguments.validation import (
     checkpoints,
     cluster,
     corrections,
+    critic,
     data,
     engines,
     evaluation,
@@ -42,6 +43,7 @@ _STEPS = (
     checkpoints.complete,
     router.complete,
     services.complete,
+    critic.complete,
 )
 """In the order in which derived values build on each other."""
 

@@ -22,7 +22,7 @@ def complete(args: Namespace, problems: Problems) -> None:
     if args.save_interval is not None and args.save is None:
         problems.add("--save-interval", args.save_interval, "needs --save", "add --save DIRECTORY")
     if args.save is not None:
-        _check_writable("--save", args.save, problems)
+        check_writable("--save", args.save, problems)
     if args.save_hf is not None:
         check_template("--save-hf", args.save_hf, {"rollout_id"}, required=set(), problems=problems)
 
@@ -47,7 +47,7 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
     """A --load without a finished checkpoint means a first start: weights of --ref-load, rollout 0."""
     resumes = args.load is not None and os.path.isfile(os.path.join(args.load, TRACKER))
     if resumes:
-        _check_tracker(args.load, problems)
+        _check_tracker(args, problems)
     else:
         if args.load is not None:
             logger.info("--load %s holds no %s: starting anew", args.load, TRACKER)
@@ -60,7 +60,14 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
     args.start_rollout_id = 0
 
 
-def _check_tracker(load: str, problems: Problems) -> None:
+def _check_tracker(args: Namespace, problems: Problems) -> None:
+    load = args.load
+    if args.ckpt_step is not None:
+        there = iterations(load)
+        if args.ckpt_step not in there:
+            fix = f"choose one of {', '.join(map(str, there))}" if there else ""
+            problems.add("--ckpt-step", args.ckpt_step, f"--load {load} holds no iteration {args.ckpt_step}", fix)
+        return
     file = os.path.join(load, TRACKER)
     with open(file, encoding="utf-8", errors="replace") as opened:
         content = opened.read().strip()
@@ -79,7 +86,13 @@ def _check_tracker(load: str, problems: Problems) -> None:
         problems.add("--load", load, f"{TRACKER} names {name}, which is not there", fix)
 
 
-def _check_writable(flag: str, path: str, problems: Problems) -> None:
+def iterations(root: str) -> list[int]:
+    """Numbers of the checkpoints in a directory."""
+    names = os.listdir(root) if os.path.isdir(root) else []
+    return sorted(int(name[5:]) for name in names if name.startswith("iter_") and name[5:].isdigit())
+
+
+def check_writable(flag: str, path: str, problems: Problems) -> None:
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)

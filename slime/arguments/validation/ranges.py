@@ -24,7 +24,8 @@ _POSITIVE_FLAGS = """
     log_probs_max_tokens_per_gpu over_sampling_batch_size num_epoch save_interval eval_interval
     n_samples_per_eval_prompt rollout_max_prompt_len rollout_max_response_len rollout_max_context_len
     rollout_temperature eval_max_prompt_len eval_max_response_len eval_max_context_len adam_eps
-    ref_update_interval lr_decay_iters lr_wsd_decay_iters update_weight_buffer_size rm_timeout_secs
+    critic_num_nodes critic_num_gpus_per_node value_clip ref_update_interval
+    lr_decay_iters lr_wsd_decay_iters update_weight_buffer_size rm_timeout_secs
     tis_clip mis_upper_bound mis_veto_threshold
     sglang_context_length sglang_max_running_requests sglang_max_total_tokens sglang_page_size
     sglang_chunked_prefill_size sglang_server_concurrency sglang_router_request_timeout_secs
@@ -35,7 +36,8 @@ _POSITIVE_FLAGS = """
 _NOT_NEGATIVE_FLAGS = """
     rollout_num_gpus num_rollout start_rollout_id lr min_lr lr_warmup_init lr_warmup_iters weight_decay
     clip_grad eps_clip eps_clip_high kl_coef kl_loss_coef entropy_coef eval_temperature eval_min_new_tokens
-    seed rollout_seed max_weight_staleness tis_clip_low mis_lower_bound opd_kl_coef
+    seed rollout_seed max_weight_staleness rollout_health_check_first_wait tis_clip_low mis_lower_bound opd_kl_coef
+    ckpt_step critic_lr critic_lr_warmup_iters num_critic_only_steps
 """
 
 _RULES: dict[str, _Rule] = {
@@ -44,6 +46,7 @@ _RULES: dict[str, _Rule] = {
     "lr_warmup_fraction": _UNIT,
     "gamma": _UNIT,
     "adam_beta1": _BELOW_ONE,
+    "lambd": _UNIT,
     "adam_beta2": _BELOW_ONE,
     "rollout_top_p": _FRACTION,
     "eval_top_p": _FRACTION,

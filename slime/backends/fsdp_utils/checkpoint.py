@@ -45,22 +45,23 @@ class Progress:
     """Updates sent to the engines."""
 
 
-def latest_checkpoint(root: str | None) -> Path | None:
-    """The directory that the tracker in `root` names; None when there is no tracker.
+def latest_checkpoint(root: str | None, step: int | None = None) -> Path | None:
+    """The directory that the tracker in `root` names, or that of iteration `step`; None when there is no tracker.
 
     Raises:
         CheckpointError: the tracker is unreadable or names a directory that is not there.
     """
     if root is None or not (Path(root) / TRACKER).is_file():
         return None
-    text = (Path(root) / TRACKER).read_text().strip()
+    text = (Path(root) / TRACKER).read_text().strip() if step is None else str(step)
     if not text.isdigit():
         raise CheckpointError(f"{Path(root) / TRACKER} should hold an iteration number, not {text!r}")
     path = Path(root) / f"iter_{int(text):07d}"
     for candidate in (path, path.with_name(f".{path.name}.old")):  # the second: killed while it was being replaced
         if (candidate / "meta.json").is_file():
             return candidate
-    raise CheckpointError(f"{Path(root) / TRACKER} names iteration {text}, but {path} is not a checkpoint")
+    wanted = f"{Path(root) / TRACKER} names" if step is None else "the run resumes"
+    raise CheckpointError(f"{wanted} iteration {text}, but {path} is not a checkpoint")
 
 
 def save_checkpoint(

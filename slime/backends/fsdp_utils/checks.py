@@ -25,12 +25,12 @@ def check_first_step(args: Namespace, metrics: dict[str, float], data: RankData,
     if args.loss_type != "policy_loss":
         return
     if not args.use_rollout_logprobs:
-        _zero("ppo_kl", metrics["ppo_kl"])
-        _zero("pg_clipfrac", metrics["pg_clipfrac"])
+        check_zero("ppo_kl", metrics["ppo_kl"])
+        check_zero("pg_clipfrac", metrics["pg_clipfrac"])
     if not fresh_reference or args.ci_disable_kl_checker:
         return
     if "kl_loss" in metrics:
-        _zero("kl_loss", metrics["kl_loss"])
+        check_zero("kl_loss", metrics["kl_loss"])
     if "ref_log_probs" not in data or "log_probs" not in data:
         return
     for index, (ours, ref) in enumerate(zip(data["log_probs"], data["ref_log_probs"], strict=True)):
@@ -43,6 +43,11 @@ def check_first_step(args: Namespace, metrics: dict[str, float], data: RankData,
             )
 
 
-def _zero(name: str, value: float) -> None:
+def check_zero(name: str, value: float) -> None:
+    """A metric of a first step.
+
+    Raises:
+        InvariantError: it is not 0.
+    """
     if value != 0:
         raise InvariantError(f"--ci-test: {name} must be exactly 0 in the first step, but is {value!r}")

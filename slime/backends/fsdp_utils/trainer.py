@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -77,15 +77,17 @@ class FSDPTrainer(TrainRayActor):
             self.cp = ContextParallel.of(mesh.get_group("cp"))
 
     def _build(self, path: str) -> PolicyModel:
+        return build_policy(self._model_options(path), self.mesh, self.device, self.cp)
+
+    def _model_options(self, path: str) -> ModelOptions:
         args = self.args
-        options = ModelOptions(
+        return ModelOptions(
             path,
             compute_dtype=self.dtype,
             gradient_checkpointing=args.gradient_checkpointing,
             cpu_offload=args.fsdp_cpu_offload,
             trust_remote_code=args.trust_remote_code,
         )
-        return build_policy(options, self.mesh, self.device, self.cp)
 
     def _build_optimizer(self) -> Optimizer:
         args = self.args
@@ -103,7 +105,7 @@ class FSDPTrainer(TrainRayActor):
 
     def _resume(self) -> bool:
         args = self.args
-        path = latest_checkpoint(args.load)
+        path = latest_checkpoint(args.load, args.ckpt_step)
         if path is None:
             return False
         optimizer = None if args.finetune or args.no_load_optim else self.optimizer
@@ -118,17 +120,25 @@ class FSDPTrainer(TrainRayActor):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, rollout_id: int, refs: list[Any]) -> dict[str, float] | None:
-        import ray
-
+    def train(self, rollout_id: int, refs: list[Any], shared: Sequence[list[Any]] = ()) -> dict[str, float] | None:
         self.timer.add("train_wait", time.perf_counter() - self._last_train_end)
         with self.timer("train"):
             with self.timer("data_preprocess"):
-                data = RankData(ray.get(refs[self.dp_rank]))
+                data = self._receive(refs, shared)
             metrics = self.train_on(rollout_id, data)
         metrics |= self._perf_metrics(data)
         self._last_train_end = time.perf_counter()
         return metrics if self.rank == 0 else None
+
+    def _receive(self, refs: list[Any], shared: Sequence[list[Any]] = ()) -> RankData:
+        """This rank's part of a rollout, with what the other role computed for it."""
+        import ray
+
+        data = RankData(ray.get(refs[self.dp_rank]))
+        for of_ranks in shared:
+            for key, values in ray.get(of_ranks[self.rank]).items():
+                data.set_flat(key, [torch.tensor(value, device=self.device) for value in values])
+        return data
 
     def train_on(self, rollout_id: int, data: RankData) -> dict[str, float]:
         """Train on this rank's part; metrics of the global batch, the same on every rank."""
@@ -163,6 +173,13 @@ class FSDPTrainer(TrainRayActor):
         """Loss and metrics of a micro-batch, which holds these samples of the rank's part."""
         raise NotImplementedError
 
+    def _over_steps(self, steps: list[dict[str, float]]) -> dict[str, float]:
+        """Metrics of a rollout from those of its optimizer steps."""
+        metrics = {f"train/{key}": sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+        metrics["train/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
+        metrics["train/step"] = self.optimizer.steps_done
+        return metrics
+
     def _perf_metrics(self, data: RankData) -> dict[str, float]:
         mine = {"tokens": torch.tensor(float(sum(data["total_lengths"])), dtype=torch.float64)}
         tokens = sum_over_ranks(mine, self.dp_group, self.device)["tokens"]
@@ -170,7 +187,7 @@ class FSDPTrainer(TrainRayActor):
         wait, train = out["perf/train_wait_time"], out["perf/train_time"]
         out["perf/step_time"] = wait + train
         out["perf/wait_time_ratio"] = wait / (wait + train)
-        out["perf/actor_train_tok_per_s"] = tokens / out["perf/actor_train_time"]
+        out[f"perf/{self.role}_train_tok_per_s"] = tokens / out[f"perf/{self.role}_train_time"]
         return out
 
     # -- checkpoints and memory ---------------------------------------------------------------------------------------
