@@ -45,7 +45,6 @@ class Loop:
             if self.trainers is not None:
                 self.start = self.trainers.init(args)
                 self.actor.connect(self.manager)
-                self.recovery = EngineRecovery(args, session, self.manager, self.actor)
                 session.track_memory(self.trainers.pids())
             session.track_memory(wait(self.manager.pids.remote()))
             wait(self.manager.load.remote(self.start - 1))

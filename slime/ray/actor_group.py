@@ -13,7 +13,10 @@ from slime.observability.run_dir import RunDir
 from slime.ray.placement_group import TRAIN_FRACTION, PlacementSlice
 from slime.utils.misc import load_function
 
-BACKENDS = {"fsdp": "slime.backends.fsdp_utils.actor.FSDPTrainRayActor"}
+BACKENDS = {
+    ("fsdp", "actor"): "slime.backends.fsdp_utils.actor.FSDPTrainRayActor",
+    ("fsdp", "critic"): "slime.backends.fsdp_utils.critic.FSDPCriticRayActor",
+}
 
 
 class TrainWorker:
