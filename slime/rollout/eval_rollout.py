@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
+from slime.rollout.errors import RolloutError
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group
+from slime.rollout.rm_hub import BUILTIN
 from slime.utils.data import Dataset
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.misc import flatten
@@ -39,7 +42,7 @@ async def _evaluate(args, state: GenerateState, config: EvalDatasetConfig) -> di
             task.cancel()
     samples = list(flatten(groups))
     return {
-        "rewards": [_reward_value(sample, config.reward_key) for sample in samples],
+        "rewards": [_reward_value(sample, config) for sample in samples],
         "truncated": [sample.truncated for sample in samples],
         "samples": samples,
     }
@@ -57,6 +60,7 @@ def _dataset(state: GenerateState, config: EvalDatasetConfig) -> Dataset:
             label_key=config.label_key,
             tool_key=config.tool_key,
             metadata_key=config.metadata_key,
+            multimodal_keys=config.multimodal_keys,
             apply_chat_template=config.apply_chat_template,
             apply_chat_template_kwargs=config.apply_chat_template_kwargs,
         )
@@ -65,13 +69,14 @@ def _dataset(state: GenerateState, config: EvalDatasetConfig) -> Dataset:
 
 def _groups(dataset: Dataset, config: EvalDatasetConfig) -> list[list[Sample]]:
     groups = []
-    n = config.n_samples_per_eval_prompt
+    n = max(config.n_samples_per_eval_prompt, math.ceil((config.min_eval_samples or 0) / len(dataset)))
     for position, prompt in enumerate(dataset):
         prompt.group_index = position
         prompt.metadata = {**prompt.metadata, **config.metadata_overrides}
+        prompt.custom_rm_path = config.custom_rm_path
         if config.rm_type is not None:
             prompt.metadata.setdefault("rm_type", config.rm_type)
-        prompt.custom_rm_path = config.custom_rm_path
+            prompt.custom_rm_path = config.custom_rm_path or BUILTIN
         prompt.generate_function_path = config.custom_generate_function_path
         group = [prompt.clone() for _ in range(n)]
         for copy, sample in enumerate(group):
@@ -106,10 +111,13 @@ def _fit_context(state: GenerateState, config: EvalDatasetConfig, group: list[Sa
     params["max_new_tokens"] = min(params["max_new_tokens"], room)
 
 
-def _reward_value(sample: Sample, key: str | None) -> Any:
-    if not key:
-        return sample.reward
-    if not isinstance(sample.reward, dict) or key not in sample.reward:
-        have = sorted(sample.reward) if isinstance(sample.reward, dict) else type(sample.reward).__name__
-        raise KeyError(f"--eval-reward-key {key!r} is not in the reward of sample {sample.index}: {have}")
-    return sample.reward[key]
+def _reward_value(sample: Sample, config: EvalDatasetConfig) -> Any:
+    key, reward = config.reward_key, sample.reward
+    if not isinstance(reward, dict):
+        return reward
+    if key not in reward:
+        problem = f"reward key {key!r} is not" if key else "no reward key is given, which there must be with what is"
+        raise RolloutError(
+            f"evaluation {config.name}: {problem} in the reward of sample {sample.index}: {sorted(reward)}"
+        )
+    return reward[key]

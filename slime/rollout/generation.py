@@ -12,6 +12,7 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.utils.http_utils import HttpError, get, post, request
 from slime.utils.misc import accepted, flatten, function_name, load_function, parameters
+from slime.utils.multimodal import request_fields
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = min(budget, max(0, params["min_new_tokens"] - sample.response_length))
     payload: dict[str, Any] = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
-    if sample.multimodal_inputs and sample.multimodal_inputs.get("image"):
-        payload["image_data"] = sample.multimodal_inputs["image"]
+    with blame("--multimodal-keys", "media", sample):
+        payload |= request_fields(sample.multimodal_inputs)
     headers = {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None
     try:
         output = await post(f"{router_url(args)}/generate", payload, headers=headers)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from slime.arguments.families.data import media_columns
+from slime.arguments.families.reward import reward_type
 from slime.arguments.flag import function_path, integer, json_object, number, text, to_bool
 from slime.arguments.problems import ConfigError, Problem, Problems, closest
 
@@ -25,9 +28,12 @@ class EvalDatasetConfig:
     label_key: str | None = None
     tool_key: str | None = None
     metadata_key: str = "metadata"
+    multimodal_keys: dict[str, str] | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     n_samples_per_eval_prompt: int = 1
+    min_eval_samples: int | None = None
+    """Responses of the whole data set at least: a small one gets more per prompt."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -55,10 +61,12 @@ def _integers(raw: Any) -> list[int]:
 
 _CONVERTERS = {
     **dict.fromkeys(("name", "path", "input_key", "label_key", "tool_key", "metadata_key"), text),
-    **dict.fromkeys(("rm_type", "reward_key"), text),
+    "reward_key": text,
+    "rm_type": reward_type,
+    "multimodal_keys": media_columns,
     **dict.fromkeys(("custom_rm_path", "custom_generate_function_path"), function_path),
     **dict.fromkeys(("temperature", "top_p"), number),
-    **dict.fromkeys(("n_samples_per_eval_prompt", "top_k", "min_new_tokens"), integer),
+    **dict.fromkeys(("n_samples_per_eval_prompt", "min_eval_samples", "top_k", "min_new_tokens"), integer),
     **dict.fromkeys(("max_prompt_len", "max_response_len", "max_context_len"), integer),
     "stop": _texts,
     "stop_token_ids": _integers,
@@ -67,12 +75,12 @@ _CONVERTERS = {
     "metadata_overrides": json_object,
 }
 _ALIASES = {"prompt_key": "input_key"}
-_PENDING = ("multimodal_keys", "min_eval_samples")
 _LEGACY_NAME = "aime"
 _POSITIVE = ("must be greater than 0", lambda v: v > 0)
 _NOT_NEGATIVE = ("must not be negative", lambda v: v >= 0)
 _RANGES = {
-    **dict.fromkeys(("n_samples_per_eval_prompt", "max_prompt_len", "max_response_len", "max_context_len"), _POSITIVE),
+    **dict.fromkeys(("n_samples_per_eval_prompt", "min_eval_samples"), _POSITIVE),
+    **dict.fromkeys(("max_prompt_len", "max_response_len", "max_context_len"), _POSITIVE),
     **dict.fromkeys(("temperature", "min_new_tokens"), _NOT_NEGATIVE),
     "top_p": ("must be above 0 and at most 1", lambda v: 0 < v <= 1),
     "top_k": ("must be -1 or at least 1", lambda v: v == -1 or v >= 1),
@@ -107,6 +115,7 @@ def _from_flags(args: Namespace) -> dict[str, Any]:
         "label_key": args.eval_label_key,
         "tool_key": args.eval_tool_key,
         "metadata_key": args.metadata_key,
+        "multimodal_keys": args.multimodal_keys,
         "apply_chat_template": args.apply_chat_template,
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
         "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
@@ -137,10 +146,10 @@ def _read_entries(path: str, problems: Problems) -> list[dict[str, Any]]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            config = yaml.safe_load(file)
+            config = yaml.load(file, _loader())
     except OSError as error:
         raise ConfigError([Problem("--eval-config", f"cannot be read ({error.strerror})", value=path)]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         rule = f"is not valid YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem("--eval-config", rule, value=path)]) from None
     if isinstance(config, dict) and isinstance(config.get("eval"), dict):
@@ -154,6 +163,24 @@ def _read_entries(path: str, problems: Problems) -> list[dict[str, Any]]:
     return [defaults | entry for entry in _datasets(config["datasets"], path, problems)]
 
 
+@functools.cache
+def _loader() -> type:
+    """YAML without objects, in which a key that is given twice is an error instead of the last one winning."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if isinstance(key, str) and key in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
+                seen.add(key if isinstance(key, str) else id(key_node))
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
 def _datasets(raw: Any, path: str, problems: Problems) -> list[dict[str, Any]]:
     if isinstance(raw, dict):
         raw = [{"name": name, **entry} if isinstance(entry, dict) else entry for name, entry in raw.items()]
@@ -162,7 +189,8 @@ def _datasets(raw: Any, path: str, problems: Problems) -> list[dict[str, Any]]:
         return []
     entries = []
     for number_, item in enumerate(raw, 1):
-        where = f"{path}: data set {number_}"
+        name = item.get("name") if isinstance(item, dict) else None
+        where = f"{path}: data set {number_}" + (f" ({name})" if isinstance(name, str) else "")
         entry = _convert(item, where, problems)
         for key in ("name", "path"):
             if isinstance(item, dict) and key not in item:
@@ -178,9 +206,7 @@ def _convert(raw: Any, where: str, problems: Problems) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in raw.items():
         key = _ALIASES.get(str(key), str(key))
-        if key in _PENDING:
-            problems.append(Problem(f"{where}: {key}", "not available yet"))
-        elif key not in _CONVERTERS:
+        if key not in _CONVERTERS:
             _unknown(f"{where}: {key}", key, tuple(f.name for f in fields(EvalDatasetConfig)), problems)
         elif value is not None:
             try:

@@ -78,6 +78,13 @@ class TestYaml:
         assert (first.input_key, first.rm_type, first.max_response_len) == ("question", "math", 32)
         assert (second.temperature, second.stop, second.metadata_overrides) == (0.6, ["END"], {"x": 1})
 
+    def test_the_longest_context_holds_for_every_request(self, setup, rows):
+        args = setup.load(
+            *("--eval-interval", "1", "--eval-max-context-len", "100", "--eval-config"),
+            setup.write("eval.yaml", f"datasets: [{{name: a, path: {rows}, max_context_len: 200}}]"),
+        )
+        assert args.eval_max_context_len == args.eval_datasets[0].max_context_len == 200
+
     def test_mapping_without_the_top_key(self, setup, rows):
         assert [d.name for d in self.load(setup, f"datasets: {{a: {{path: {rows}}}, b: {{path: {rows}}}}}")] == [
             "a",
@@ -89,11 +96,18 @@ class TestYaml:
         [
             ("datasets: [{name: a, path: P, temprature: 1}]", "did you mean temperature?"),
             ("datasets: [{name: a, path: P}]\ndefault: {}", "did you mean defaults?"),
-            ("datasets: [{name: a}]", "data set 1: has no path"),
+            ("datasets: [{name: a}]", "data set 1 (a): has no path"),
             ("datasets: [{name: a, path: P}, {name: a, path: P}]", "the name a is given twice"),
             ("datasets: [{name: a, path: P, top_k: x}]", "top_k x: must be a whole number"),
             ("datasets: [{name: a, path: P, temperature: -1}]", "must not be negative"),
-            ("datasets: [{name: a, path: P, multimodal_keys: {}}]", "not available yet"),
+            ("datasets: [{name: a, path: P, multimodal_keys: {smell: x}}]", "must map image, video, audio to columns"),
+            ("datasets: [{name: a, path: P, multimodal_keys: {image: x}}]", "the embedded engine takes text only"),
+            ("datasets: [{name: a, path: P, rm_type: maths}]", "rm_type maths: must be one of math, dapo"),
+            ("datasets: [{name: a, path: P, rm_type: remote_rm}]", "rm_type (evaluation a) remote_rm: needs --rm-url"),
+            ("datasets: [{name: a, path: P, rm_type: boxed_dapo}]", "add reward_key: score"),
+            ("datasets: [{name: a, path: P, min_eval_samples: 0}]", "min_eval_samples 0: must be greater than 0"),
+            ("datasets:\n  a: {path: P}\n  a: {path: P}", "a is given twice"),
+            ("datasets: [{name: a, path: P, top_p: 1, top_p: 0.5}]", "top_p is given twice"),
             ("datasets: [{name: a, path: P, top_p: 2}]", "top_p 2: must be above 0 and at most 1"),
             ("datasets: [{name: a, path: P, max_response_len: 600}]", "(evaluation a) 600: leaves no room"),
             ("datasets: [a]", "must be a mapping"),

@@ -367,6 +367,17 @@ class TestDebug:
 
 
 class TestServices:
+    def test_weights_through_disk(self, setup, one_error, tmp_path):
+        disk = ("--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path))
+        apart = ("--rollout-num-gpus", "1")
+        assert "needs --update-weight-transport disk" in one_error("--update-weight-mode", "delta", *apart)
+        assert "has no effect without" in one_error("--update-weight-disk-dir", str(tmp_path), *apart)
+        assert "has no effect without" in one_error("--update-weight-delta-encoding", "overwrite", *apart)
+        assert "needs --update-weight-disk-dir" in one_error(*disk[:2], *apart)
+        assert "needs --update-weight-local" in one_error(*disk, "--update-weight-mode", "delta", *apart)
+        assert "pip install blake3" in one_error(*disk, "--update-weight-delta-checksum", "blake3", *apart)
+        assert "no effect under --colocate" in one_error(*disk, "--colocate")
+
     def test_router_flags_belong_to_one_router(self, setup, one_error):
         middleware = ("--slime-router-middleware-paths", "tests.router.test_server.Shout")
         assert "it is not installed" in one_error("--router-policy", "manual")
@@ -417,3 +428,11 @@ def test_a_teacher_has_the_policy_s_vocabulary(setup, one_error):
     flags = ("--hf-checkpoint", student, "--use-opd", "--opd-teacher-load")
     assert "vocabulary of 90 is not the 100" in one_error(*flags, teacher)
     assert setup.load(*flags, student).opd_type == "trainer"
+
+
+def test_media_need_an_engine_and_a_trainer_that_take_them(setup, one_error):
+    words = ("--multimodal-keys", '{"image": "pics"}')
+    assert "the embedded engine takes text only" in one_error(*words)
+    assert "must map image, video, audio to columns" in setup.errors("--multimodal-keys", '{"images": "pics"}')
+    own = ("--custom-generate-function-path", "tests.rollout.hooks.generate_old_form")
+    assert setup.load(*words, *own).multimodal_keys == {"image": "pics"}

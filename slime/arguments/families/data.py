@@ -1,5 +1,7 @@
 """Prompt data."""
 
+from typing import Any
+
 from slime.arguments import pending
 from slime.arguments.flag import (
     STORE_FALSE,
@@ -12,6 +14,17 @@ from slime.arguments.flag import (
     number,
     text,
 )
+from slime.utils.multimodal import MEDIA
+
+
+def media_columns(raw: Any) -> dict[str, str]:
+    """{medium: column} from a JSON object or a mapping."""
+    columns = json_object(raw)
+    for medium, column in columns.items():
+        if medium not in MEDIA or not isinstance(column, str):
+            raise ValueError(f'must map {", ".join(MEDIA)} to columns, such as {{"image": "images"}}')
+    return columns
+
 
 FAMILY = Family(
     "Data",
@@ -24,9 +37,8 @@ FAMILY = Family(
         Flag("--tool-key", text, help="Column of tool schemas for the chat template."),
         Flag(
             "--multimodal-keys",
-            json_object,
-            help="JSON object {media type: column}.",
-            pending=pending.MULTIMODAL,
+            media_columns,
+            help="JSON object {image | video | audio: column}; items take the place of <image> ... in the prompt.",
         ),
         Flag("--apply-chat-template", action=STORE_TRUE, help="Render message lists with the chat template."),
         Flag("--apply-chat-template-kwargs", json_object, {}, "JSON object of arguments for the chat template."),

@@ -1,9 +1,20 @@
 """Rewards."""
 
+from typing import Any
+
 from slime.arguments.flag import STORE_TRUE, Family, Flag, function_path, number, text
 
 RM_TYPES = ("math", "dapo", "deepscaler", "f1", "gpqa", "ifbench", "remote_rm", "random")
 BOXED = tuple(f"boxed_{name}" for name in RM_TYPES)
+
+
+def reward_type(raw: Any) -> str:
+    """A built-in reward, by name."""
+    name = text(raw)
+    if name not in (*RM_TYPES, *BOXED):
+        raise ValueError(f"must be one of {', '.join(RM_TYPES)}, or boxed_ and one of them")
+    return name
+
 
 FAMILY = Family(
     "Reward",

@@ -29,6 +29,22 @@ def check(args: Namespace, problems: Problems) -> None:
             "give a .jsonl or .parquet file, or --disable-rollout-global-dataset for a rollout function with its own",
         )
     _check_reward(args, first, problems)
+    own_function = args.rollout_function_path != BY_DEST["rollout_function_path"].default
+    if args.multimodal_keys and not args.custom_generate_function_path and not own_function:
+        _check_media(args, problems)
+
+
+def _check_media(args: Namespace, problems: Problems) -> None:
+    """Whether engine and trainer can take images, video and audio."""
+    value = json.dumps(args.multimodal_keys)
+    own = "or give a --custom-generate-function-path that turns the media into text"
+    if args.rollout_engine == "embedded":
+        problems.add(
+            "--multimodal-keys", value, "the embedded engine takes text only", f"--rollout-engine sglang, {own}"
+        )
+    elif not args.debug_rollout_only:
+        rule = "the trainers see text only: what is generated from media cannot be trained on yet"
+        problems.add("--multimodal-keys", value, rule, f"generate and score with --debug-rollout-only, {own}")
 
 
 def _needs_prompts(args: Namespace) -> bool:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from argparse import Namespace
 
+from slime.arguments.parser import BY_DEST
 from slime.arguments.problems import ConfigError, Problems
 from slime.arguments.validation.data import check_file
 from slime.arguments.validation.functions import check_path
 from slime.arguments.validation.model import check_evaluation
-from slime.utils.eval_config import load_eval_datasets
+from slime.utils.eval_config import EvalDatasetConfig, load_eval_datasets
 
 logger = logging.getLogger(__name__)
+
+
+def _check_reward_and_media(args: Namespace, dataset: EvalDatasetConfig, problems: Problems) -> None:
+    where = f" (evaluation {dataset.name})"
+    kind = (dataset.rm_type or "").removeprefix("boxed_")
+    if kind == "remote_rm" and args.rm_url is None:
+        problems.add(f"rm_type{where}", dataset.rm_type, "needs --rm-url", "add the address of the reward service")
+    if kind == "dapo" and dataset.reward_key is None:
+        problems.add(f"rm_type{where}", dataset.rm_type, "gives a dict of scores", "add reward_key: score")
+    own = dataset.custom_generate_function_path or args.custom_generate_function_path
+    default = args.eval_function_path == BY_DEST["rollout_function_path"].default
+    if dataset.multimodal_keys and args.rollout_engine == "embedded" and default and not own:
+        rule = "the embedded engine takes text only"
+        problems.add(f"multimodal_keys{where}", json.dumps(dataset.multimodal_keys), rule, "--rollout-engine sglang")
 
 
 def complete(args: Namespace, problems: Problems) -> None:
@@ -43,6 +59,11 @@ def complete(args: Namespace, problems: Problems) -> None:
         for key in ("custom_rm_path", "custom_generate_function_path"):
             if getattr(dataset, key) is not None:
                 check_path(f"{key} (evaluation {dataset.name})", getattr(dataset, key), problems)
+        _check_reward_and_media(args, dataset, problems)
+    limits = [d.max_context_len for d in args.eval_datasets if d.max_context_len is not None]
+    if args.eval_max_context_len is not None and limits:
+        # What holds for every evaluation request; the data sets' own limits are kept by the evaluation itself.
+        args.eval_max_context_len = max(args.eval_max_context_len, *limits)
     check_evaluation(args, problems)
     if args.eval_interval is not None and not args.eval_datasets:
         problems.add(

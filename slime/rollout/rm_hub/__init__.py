@@ -23,6 +23,8 @@ from slime.utils.misc import load_function, parameters
 from slime.utils.types import Sample
 
 THINK_END = ("</think>", "###Response")
+BUILTIN = "builtin"
+"""A `Sample.custom_rm_path` that asks for the built-in types although the run has a `--custom-rm-path`."""
 
 
 async def async_rm(args, sample: Sample, **kwargs: Any) -> float | dict[str, Any]:
@@ -34,7 +36,7 @@ async def async_rm(args, sample: Sample, **kwargs: Any) -> float | dict[str, Any
     path, flag = _custom_path(args, sample)
     if path:
         function = load_function(path, flag)
-        if args.group_rm or takes_group(function):
+        if _group_flag_concerns(args, path) or takes_group(function):
             return (await _call_group(args, function, path, [sample], kwargs))[0]
         return _checked(await call_reward_function(args, function, path, sample, kwargs), sample, path)
     return await _builtin(args, sample)
@@ -45,15 +47,22 @@ async def batched_async_rm(args, samples: list[Sample], **kwargs: Any) -> list[f
     path, flag = _custom_path(args, samples[0]) if samples else (None, None)
     if path and all(_custom_path(args, sample)[0] == path for sample in samples):
         function = load_function(path, flag)
-        if args.group_rm or not _takes_single(function):
+        if _group_flag_concerns(args, path) or not _takes_single(function):
             return await _call_group(args, function, path, samples, kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
 def _custom_path(args, sample: Sample) -> tuple[str | None, str]:
+    if sample.custom_rm_path == BUILTIN:
+        return None, ""
     if sample.custom_rm_path:
         return sample.custom_rm_path, "Sample.custom_rm_path"
     return args.custom_rm_path, "--custom-rm-path"
+
+
+def _group_flag_concerns(args, path: str) -> bool:
+    """`--group-rm` speaks of `--custom-rm-path`; a sample's own function says by its parameter what it takes."""
+    return args.group_rm and path == args.custom_rm_path
 
 
 def _second_parameter(function: Callable) -> str:
