@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slime.engine.attention_state import StepPlan
+from slime.engine.attention_state import ChunkPlan, StepPlan
 from slime.engine.kv_cache import KVMemory
 from slime.engine.paged_kernels import SPLIT, paged_decode, store_kv
 from slime.modeling.attention import flash_varlen
@@ -40,6 +40,40 @@ class DecodeInputs:
         keys, values = self.memory.layers[layer_idx]
         store_kv(key_TGD, value_TGD, self.slots, keys, values)
         return paged_decode(query_THD, keys, values, self.table, self.lengths, self.splits, scale, window)
+
+
+class CudaInvariantAttention:
+    """AttentionContext of one step that attends for decode tokens as for prompts: as the trainer does.
+
+    The variable-length kernel goes over a query's keys in blocks counted from the first, whatever else is computed.
+    """
+
+    def __init__(self, plan: StepPlan, memory: KVMemory):
+        lengths = plan.decode_lengths
+        chunks = [ChunkPlan(i, 1, int(n), plan.decode_blocks[i]) for i, n in enumerate(lengths)] + plan.chunks
+        page, queries = memory.page_size, np.array([chunk.query_len for chunk in chunks])
+        kv_lens = np.array([chunk.kv_len for chunk in chunks])
+        where = [np.arange(chunk.kv_len) for chunk in chunks]
+        slots = [c.blocks[at // page].astype(np.int64) * page + at % page for c, at in zip(chunks, where, strict=True)]
+        self.memory = memory
+        self.slots, self.key_slots, self.cu_queries, self.cu_keys = (
+            torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(memory.device, non_blocking=True)
+            for x in (
+                plan.slots,
+                np.concatenate(slots),
+                np.concatenate([[0], queries.cumsum()]),
+                np.concatenate([[0], kv_lens.cumsum()]),
+            )
+        )
+        # A longest query of 1 would choose a kernel of its own.
+        self.max_query, self.max_key = max(2, int(queries.max())), int(kv_lens.max())
+
+    def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
+        keys, values = self.memory.layers[layer_idx]
+        store_kv(key_TGD, value_TGD, self.slots, keys, values)
+        k, v = (x.view(-1, *x.shape[2:]).index_select(0, self.key_slots) for x in (keys, values))
+        spans = (self.cu_queries, self.cu_keys, self.max_query, self.max_key)
+        return flash_varlen(query_THD, k, v, *spans, scale, window)
 
 
 class CudaPagedAttention:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from slime.engine.kv_cache import KVMemory
+from slime.modeling.batch_invariant import invariant_attention
 
 # Sequences of different length share a padded call while padding costs less than another call (in elements of KV).
 DECODE_WASTE = 1 << 16
@@ -197,6 +198,19 @@ class PagedAttention:
 
     def _tensor(self, x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(self.device)
+
+
+class InvariantPagedAttention(PagedAttention):
+    """The same, each query's result in an order of summation that depends on its own sequence alone."""
+
+    def _attend(self, index, group, query_THD, key_TGD, value_TGD, keys, values, scale, window):
+        size, queries, heads = group.size, group.query_len, key_TGD.shape[1]
+        q = query_THD[group.rows].view(size, queries, query_THD.shape[1], -1)
+        if group.blocks is None:
+            k, v = (x[group.rows].view(size, queries, heads, -1) for x in (key_TGD, value_TGD))
+        else:
+            k, v = (x.index_select(0, group.blocks).view(size, group.kv_len, heads, -1) for x in (keys, values))
+        return invariant_attention(q, k, v, group.query_positions, scale, window).flatten(0, 1)
 
 
 class ShapeProbe:

@@ -50,6 +50,8 @@ class EngineConfig:
     weights_cpu_backup: bool = False
     """Keep weights in host memory while they are released, so that they come back without a push."""
     disable_cuda_graph: bool = False
+    batch_invariant: bool = False
+    """Every token by the same operations in the same order as in a trainer's packed row; slower, no CUDA graphs."""
 
 
 class Engine:
@@ -99,10 +101,11 @@ class Engine:
         self.blocks = BlockManager(num_blocks, page)
         self.rows = RowTable(config.max_running_requests, -(-self.max_context // page))
         chunk_size = config.chunked_prefill_size or (8192 if self.device.type == "cuda" else 2048)
-        graphs = self.device.type == "cuda" and not config.disable_cuda_graph
+        cuda_graph = not (config.disable_cuda_graph or config.batch_invariant)
+        graphs = self.device.type == "cuda" and cuda_graph
         self.scheduler = Scheduler(self.blocks, self.rows, chunk_size, GRAPH_PATIENCE if graphs else 0)
         self.blocks.set_version(self.weight_version)
-        runner.attach(self.rows, self.memory, not config.disable_cuda_graph)
+        runner.attach(self.rows, self.memory, cuda_graph, config.batch_invariant)
         self.runner = runner
 
     def _affordable_tokens(self, bytes_per_token: int) -> int:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from slime.engine.attention_state import ChunkPlan, PagedAttention, ShapeProbe, StepPlan
+from slime.engine.attention_state import ChunkPlan, InvariantPagedAttention, PagedAttention, ShapeProbe, StepPlan
 from slime.engine.forward import model_logits
 from slime.engine.kv_cache import KVMemory
 from slime.engine.rows import RowTable
 from slime.engine.sampler import SamplingBatch, sample
 from slime.engine.scheduler import Batch, Chunk
 from slime.engine.sequence import Sequence
+from slime.modeling.batch_invariant import make_batch_invariant
 
 INPUT_LOGPROB_ROWS = 256
 
@@ -46,17 +47,20 @@ class ModelRunner:
         self.attention = PagedAttention
         self.graphs = None
 
-    def attach(self, rows: RowTable, memory: KVMemory, cuda_graph: bool) -> None:
+    def attach(self, rows: RowTable, memory: KVMemory, cuda_graph: bool, batch_invariant: bool = False) -> None:
         """Set the running sequences' numbers and the KV memory, and choose how to attend to it."""
         self.rows = rows
         self.memory = memory
+        if batch_invariant:
+            make_batch_invariant(self.model)
+            self.attention = InvariantPagedAttention
         if self.device.type == "cuda" and memory.dtype in (torch.bfloat16, torch.float16):
-            from slime.engine.attention_cuda import CudaPagedAttention
+            from slime.engine.attention_cuda import CudaInvariantAttention, CudaPagedAttention
             from slime.engine.cuda_graphs import DecodeGraphs
             from slime.engine.fused_ops import fuse
 
             fuse(self.model)
-            self.attention = CudaPagedAttention
+            self.attention = CudaInvariantAttention if batch_invariant else CudaPagedAttention
             self.graphs = DecodeGraphs(self.model, memory) if cuda_graph else None
 
     def memory_moved(self) -> None:

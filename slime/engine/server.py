@@ -44,6 +44,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--random-seed", type=int, default=0)
     parser.add_argument("--enable-weights-cpu-backup", action="store_true", help="released weights keep their content")
     parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--batch-invariant", action="store_true", help="numbers that depend on no other request")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--parent-pid", type=int, help="exit when this process ends")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -91,6 +92,7 @@ def build_engine(args: argparse.Namespace) -> Engine:
         random_seed=args.random_seed,
         weights_cpu_backup=args.enable_weights_cpu_backup,
         disable_cuda_graph=args.disable_cuda_graph,
+        batch_invariant=args.batch_invariant,
     )
     return Engine(model, tokenizer, eos_token_ids(model, tokenizer), config)
 

@@ -183,7 +183,8 @@ class EmbeddedEngineActor(RolloutEngineActor):
         for flag, value in options.items():
             if value is not None:
                 command += [flag, str(value)]
-        return [*command, "--trust-remote-code"] if args.trust_remote_code else command
+        switches = {"--trust-remote-code": args.trust_remote_code, "--batch-invariant": args.true_on_policy_mode}
+        return command + [flag for flag, given in switches.items() if given]
 
 
 @ray.remote(concurrency_groups={"watch": 1, "side": 2})

@@ -55,6 +55,14 @@ class TestDevices:
     def test_nccl_needs_cuda(self, one_error):
         assert "needs --device cuda" in one_error("--distributed-backend", "nccl")
 
+    def test_true_on_policy_needs_samples_of_the_trained_weights(self, setup, one_error):
+        assert setup.load("--true-on-policy-mode").true_on_policy_mode is True
+        assert "older weights" in one_error("--true-on-policy-mode", "--partial-rollout")
+        assert "no log-probs" in one_error("--true-on-policy-mode", "--loss-type", "sft_loss")
+        assert "rounds differently" in one_error("--true-on-policy-mode", "--sglang-dtype", "bfloat16")
+        model = setup.write_model("experts", num_experts=4)
+        assert "dense models only" in one_error("--true-on-policy-mode", "--hf-checkpoint", model)
+
     def test_context_parallel_ranks_divide_the_trainers_and_the_heads(self, setup, one_error):
         assert setup.load("--context-parallel-size", "2").context_parallel_size == 2
         assert "must divide the 2 trainer GPUs" in one_error("--context-parallel-size", "4")

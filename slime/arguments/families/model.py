@@ -75,8 +75,8 @@ FAMILY = Family(
         Flag(
             "--true-on-policy-mode",
             action=STORE_TRUE,
-            help="Batch-invariant kernels: the trainer's log-probs equal the engine's bit for bit.",
-            pending=pending.TRUE_ON_POLICY,
+            help="Batch-invariant operations in trainer and engine: their log-probs are equal bit for bit, which "
+            "every step checks. Dense models on the embedded engine; slower.",
         ),
         Flag(
             "--only-train-params-name-list",

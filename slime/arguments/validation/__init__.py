@@ -25,6 +25,7 @@ from slime.arguments.validation import (
     ranges,
     router,
     services,
+    true_on_policy,
 )
 
 _STEPS = (
@@ -58,4 +59,5 @@ def validate_args(args: Namespace, asynchronous: bool = False) -> None:
     for step in _STEPS:
         step(args, problems)
     loops.check(args, problems, asynchronous)
+    true_on_policy.check(args, problems, asynchronous)
     problems.raise_if_any()

@@ -10,6 +10,9 @@ from typing import Any
 
 from slime.arguments.problems import Problems
 
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""What config.json calls the number of experts, by family."""
+
 
 def complete(args: Namespace, problems: Problems) -> None:
     """Check --hf-checkpoint and the lengths against its context."""
@@ -22,6 +25,10 @@ def complete(args: Namespace, problems: Problems) -> None:
     check_weights(args.hf_checkpoint, "--hf-checkpoint", problems)
     _check_lengths(args, context_of(config), problems)
     _check_heads(args, config, problems)
+    experts = next((key for key in EXPERT_KEYS if text_config(config).get(key)), None)
+    if args.true_on_policy_mode and experts is not None:
+        rule = f"covers dense models only, and this one has experts (config.json: {experts})"
+        problems.add("--true-on-policy-mode", None, rule, "leave it out")
 
 
 def check_evaluation(args: Namespace, problems: Problems) -> None:

@@ -84,6 +84,8 @@ class FSDPTrainRayActor(FSDPTrainer):
             data.set_flat("log_probs", [self._kept[i] for i in range(data.num_samples)])
         if args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
             self.reference.save()
+        if args.true_on_policy_mode:
+            checks.check_on_policy(steps)
         if args.ci_test and old_policy is None:
             fresh = rollout_id == 0 and not self._resumed
             checks.check_first_step(args, steps[0], data, fresh_reference=fresh)

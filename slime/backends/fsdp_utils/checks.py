@@ -1,4 +1,4 @@
-"""`--ci-test`: what must be exactly zero before the first update, and the error that names what is not."""
+"""What must be exactly zero (`--ci-test`, `--true-on-policy-mode`), and the error that names what is not."""
 
 from __future__ import annotations
 
@@ -43,11 +43,32 @@ def check_first_step(args: Namespace, metrics: dict[str, float], data: RankData,
             )
 
 
+<<<<<<< HEAD
 def check_zero(name: str, value: float) -> None:
     """A metric of a first step.
 
     Raises:
         InvariantError: it is not 0.
     """
+=======
+def check_on_policy(steps: list[dict[str, float]]) -> None:
+    """`--true-on-policy-mode`: the trainer's log-probs are the engine's, bit for bit, in every step.
+
+    Raises:
+        InvariantError: they differ, or the samples came without the engine's log-probs.
+    """
+    name = "train_rollout_logprob_abs_diff"
+    for index, metrics in enumerate(steps):
+        if name not in metrics:
+            raise InvariantError("--true-on-policy-mode: the rollout has no rollout_log_probs to compare with")
+        if metrics[name] != 0:
+            raise InvariantError(
+                f"--true-on-policy-mode: train/{name} must be exactly 0, but is {metrics[name]!r} in step {index}: "
+                "the samples are not from these weights, or the model has an operation that depends on the batch"
+            )
+
+
+def _zero(name: str, value: float) -> None:
+>>>>>>> c628c77 (wip)
     if value != 0:
         raise InvariantError(f"--ci-test: {name} must be exactly 0 in the first step, but is {value!r}")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from slime.modeling.attention import AttentionContext, PackedSequences
+from slime.modeling.batch_invariant import InvariantSequences, invariant_log_probs, make_batch_invariant
 from slime.modeling.context_parallel import ShardedSequences
 from slime.modeling.hf import empty_causal_lm, load_causal_lm
 from slime.modeling.kept_attention import KeptAttention
@@ -106,10 +107,13 @@ class PolicyModel(nn.Module):
 
     def attention_context(self, row: LocalRow) -> AttentionContext:
         """How the tokens of `row` attend to each other."""
-        kind = KeptAttention if self.recomputes else PackedSequences
         if self.cp.size == 1:
-            return kind(row.lengths, row.tokens.device)
-        return ShardedSequences(row.lengths, self.cp.group, row.tokens.device, kind)
+            return self._packed(row.lengths, row.tokens.device)
+        return ShardedSequences(row.lengths, self.cp.group, row.tokens.device, self._packed)
+
+    @property
+    def _packed(self) -> type[PackedSequences]:
+        return KeptAttention if self.recomputes else PackedSequences
 
     @staticmethod
     def _gathered(row: LocalRow, log_probs_K, entropy_K) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -147,6 +151,35 @@ class ModelOptions:
     cpu_offload: bool = False
     """Keep shards, gradients and so the optimizer in host memory."""
     trust_remote_code: bool = False
+    batch_invariant: bool = False
+    """Build an `InvariantPolicyModel`."""
+
+
+class InvariantPolicyModel(PolicyModel):
+    """The policy by batch-invariant operations: its log-probs are those of the engine's `--batch-invariant`."""
+
+    def __init__(self, model: nn.Module, gradient_checkpointing: bool = False, cp: ContextParallel = ALONE):
+        make_batch_invariant(model)
+        super().__init__(model, gradient_checkpointing, cp)
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        entropy_grad: bool = False,
+        chunk_size: int | None = None,
+        with_logits: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """As in `PolicyModel`, without logits; all logits of the response are in memory at once."""
+        row = local_row(batch, self.cp)
+        logits_KV = self.model(**self._inputs(row), logits_to_keep=row.rows).logits[0]
+        log_probs_K, entropy_K = invariant_log_probs(logits_KV, row.labels, temperature, with_entropy, entropy_grad)
+        return *self._gathered(row, log_probs_K, entropy_K), None
+
+    @property
+    def _packed(self) -> type[PackedSequences]:
+        return InvariantSequences
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -197,21 +230,29 @@ def build_policy(
     reduce_dtype = torch.promote_types(options.param_dtype, torch.float32)
     precision = MixedPrecisionPolicy(param_dtype=options.compute_dtype, reduce_dtype=reduce_dtype)
     done: set[nn.Module] = set()
-    fuse = device.type == "cuda" and options.compute_dtype != torch.float32
     for layer in decoder_layers(model):
         _materialize(layer, mesh, device, done)
-        if fuse:
-            from slime.backends.fsdp_utils.fused import fuse_for_training
-
-            fuse_for_training(layer)
+        _fuse([layer], options, device)
         shard(layer, mp_policy=precision)
+    rest = [module for module in policy.modules() if module not in done and not list(module.children())]
     _materialize(policy, mesh, device, done)
+    _fuse(rest, options, device)
     # The root's input is the MicroBatch, whose fp32 masks and advantages must stay as they are.
     root_precision = MixedPrecisionPolicy(
         param_dtype=options.compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     shard(policy, mp_policy=root_precision)
     return policy
+
+
+def _fuse(modules: list[nn.Module], options: ModelOptions, device: torch.device) -> None:
+    """Fused kernels in modules whose parameters are there and not sharded yet."""
+    if device.type != "cuda" or options.compute_dtype == torch.float32:
+        return
+    from slime.backends.fsdp_utils.fused import fuse_for_training
+
+    for module in modules:
+        fuse_for_training(module, swiglu=not options.batch_invariant)
 
 
 @torch.no_grad()

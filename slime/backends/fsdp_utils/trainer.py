@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from slime.backends.fsdp_utils.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from slime.backends.fsdp_utils.host_memory import HostCopy
 from slime.backends.fsdp_utils.metrics import memory_metrics, sum_over_ranks
-from slime.backends.fsdp_utils.model import ModelOptions, PolicyModel, build_policy, local_tensor
+from slime.backends.fsdp_utils.model import InvariantPolicyModel, ModelOptions, PolicyModel, build_policy, local_tensor
 from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
 from slime.backends.fsdp_utils.trainable import select_trainable
 from slime.observability.timer import Timer
@@ -87,7 +87,13 @@ class FSDPTrainer(TrainRayActor):
             gradient_checkpointing=args.gradient_checkpointing,
             cpu_offload=args.fsdp_cpu_offload,
             trust_remote_code=args.trust_remote_code,
+            batch_invariant=args.true_on_policy_mode,
         )
+<<<<<<< HEAD
+=======
+        wrap = InvariantPolicyModel if args.true_on_policy_mode else PolicyModel
+        return build_policy(options, self.mesh, self.device, self.cp, wrap)
+>>>>>>> c628c77 (wip)
 
     def _build_optimizer(self) -> Optimizer:
         args = self.args
