@@ -43,14 +43,6 @@ def check_first_step(args: Namespace, metrics: dict[str, float], data: RankData,
             )
 
 
-<<<<<<< HEAD
-def check_zero(name: str, value: float) -> None:
-    """A metric of a first step.
-
-    Raises:
-        InvariantError: it is not 0.
-    """
-=======
 def check_on_policy(steps: list[dict[str, float]]) -> None:
     """`--true-on-policy-mode`: the trainer's log-probs are the engine's, bit for bit, in every step.
 
@@ -68,7 +60,11 @@ def check_on_policy(steps: list[dict[str, float]]) -> None:
             )
 
 
-def _zero(name: str, value: float) -> None:
->>>>>>> c628c77 (wip)
+def check_zero(name: str, value: float) -> None:
+    """A metric of a first step.
+
+    Raises:
+        InvariantError: it is not 0.
+    """
     if value != 0:
         raise InvariantError(f"--ci-test: {name} must be exactly 0 in the first step, but is {value!r}")

@@ -77,7 +77,8 @@ class FSDPTrainer(TrainRayActor):
             self.cp = ContextParallel.of(mesh.get_group("cp"))
 
     def _build(self, path: str) -> PolicyModel:
-        return build_policy(self._model_options(path), self.mesh, self.device, self.cp)
+        wrap = InvariantPolicyModel if self.args.true_on_policy_mode else PolicyModel
+        return build_policy(self._model_options(path), self.mesh, self.device, self.cp, wrap)
 
     def _model_options(self, path: str) -> ModelOptions:
         args = self.args
@@ -89,11 +90,6 @@ class FSDPTrainer(TrainRayActor):
             trust_remote_code=args.trust_remote_code,
             batch_invariant=args.true_on_policy_mode,
         )
-<<<<<<< HEAD
-=======
-        wrap = InvariantPolicyModel if args.true_on_policy_mode else PolicyModel
-        return build_policy(options, self.mesh, self.device, self.cp, wrap)
->>>>>>> c628c77 (wip)
 
     def _build_optimizer(self) -> Optimizer:
         args = self.args
