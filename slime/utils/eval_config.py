@@ -75,6 +75,8 @@ _CONVERTERS = {
     "metadata_overrides": json_object,
 }
 _ALIASES = {"prompt_key": "input_key"}
+_NULLABLE = frozenset(f.name for f in fields(EvalDatasetConfig) if f.default is None)
+"""Keys of which `null` takes an inherited value away (a data set without labels, say)."""
 _LEGACY_NAME = "aime"
 _POSITIVE = ("must be greater than 0", lambda v: v > 0)
 _NOT_NEGATIVE = ("must not be negative", lambda v: v >= 0)
@@ -208,7 +210,10 @@ def _convert(raw: Any, where: str, problems: Problems) -> dict[str, Any]:
         key = _ALIASES.get(str(key), str(key))
         if key not in _CONVERTERS:
             _unknown(f"{where}: {key}", key, tuple(f.name for f in fields(EvalDatasetConfig)), problems)
-        elif value is not None:
+        elif value is None:
+            if key in _NULLABLE:
+                values[key] = None
+        else:
             try:
                 values[key] = _CONVERTERS[key](value)
                 rule, holds = _RANGES.get(key, ("", lambda v: True))

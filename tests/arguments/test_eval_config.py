@@ -85,6 +85,18 @@ class TestYaml:
         )
         assert args.eval_max_context_len == args.eval_datasets[0].max_context_len == 200
 
+    def test_null_takes_an_inherited_value_away(self, setup, rows):
+        labels = setup.write_rows("plain.jsonl", [{"input": "1"}])
+        first, second = self.load(
+            setup,
+            f"""
+            defaults: {{label_key: label, stop: END}}
+            datasets: [{{name: a, path: {rows}, temperature: null}}, {{name: b, path: {labels}, label_key: null}}]
+            """,
+        )
+        assert (first.label_key, first.stop, first.temperature) == ("label", ["END"], 1.0)
+        assert (second.label_key, second.stop) == (None, ["END"])
+
     def test_mapping_without_the_top_key(self, setup, rows):
         assert [d.name for d in self.load(setup, f"datasets: {{a: {{path: {rows}}}, b: {{path: {rows}}}}}")] == [
             "a",
