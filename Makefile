@@ -4,17 +4,26 @@ VENV ?= .venv
 SEED ?= 0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG ?= 0.5.23
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-unit lint format docs bench clean
+.PHONY: quickstart test test-sglang test-unit lint format docs bench clean
 
 quickstart: $(STAMP)
 	$(BIN)/slime quickstart --seed $(SEED)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Stock SGLang on CPU, in an environment of its own: the engine API's conformance suite, engine actors, a short run.
+test-sglang: $(SGLANG_STAMP)
+	SLIME_TEST_SGLANG=1 $(SGLANG_BIN)/python -m pytest tests/conformance tests/backends/sglang
+	$(SGLANG_BIN)/slime quickstart --sft-steps 40 --rollouts 3 --seed $(SEED) -- --rollout-engine sglang
 
 test-unit: $(STAMP)
 	$(BIN)/python -m pytest -m unit
@@ -33,11 +42,19 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/grpo_cpu.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(SGLANG_VENV) runs
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("slime needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(SGLANG_STAMP): pyproject.toml requirements-sglang-cpu.txt
+	test -x $(SGLANG_BIN)/python || $(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip install --quiet --upgrade pip
+	$(SGLANG_BIN)/python -m pip install --quiet --requirement requirements-sglang-cpu.txt
+	$(SGLANG_BIN)/python -m pip install --quiet --no-deps sglang==$(SGLANG) triton==3.7.1
+	$(SGLANG_BIN)/python -m pip install --quiet --constraint requirements-sglang-cpu.txt --editable '.[dev]'
 	touch $@

@@ -8,6 +8,7 @@ The rules, each seen with a stock release:
   ends the scheduler: refused, left out, or done without the flush.
 - A prefix cache that outlives a weight update serves old KV: it is flushed, and where that cannot be done later
   requests are keyed apart from it.
+- A weight payload that is no list of tensors, or with a tensor of another shape, ends the scheduler: refused.
 
 It also evens out releases: all speak the API of the newest (`compat.Release` knows what is missing). A request that
 nothing concerns passes through unchanged; only the token ids of /generate are looked at.
@@ -17,30 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from slime.backends.sglang_utils.asgi import Call, Receive, Refused, Send, read, respond, with_body
 from slime.backends.sglang_utils.compat import Release
-
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+from slime.backends.sglang_utils.payloads import check_payload, check_shapes, checkpoint_shapes
+from slime.weight_sync.disk_pull import PullError, pull
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 FLUSH_PATIENCE_SECS = 60.0
 FLUSH_INTERVAL_SECS = 0.05
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 NEEDS_SESSION = ("/update_weights_from_tensor", "/update_weights_from_distributed")
-
-
-class Refused(Exception):
-    """A request that must not reach SGLang."""
-
-    def __init__(self, message: str, status: int = 400):
-        super().__init__(message)
-        self.status = status
 
 
 def read_vocab_size(model_path: str) -> int | None:
@@ -60,12 +52,16 @@ class Front:
         app: the application inside.
         model_path: checkpoint whose vocabulary bounds token ids.
         keeps_released_weights: the server runs with `--enable-weights-cpu-backup`.
+        on_cpu: it runs without CUDA.
     """
 
-    def __init__(self, app: Any, release: Release, model_path: str, keeps_released_weights: bool):
+    def __init__(self, app: Any, release: Release, model_path: str, keeps_released_weights: bool, on_cpu: bool):
         self.app = app
         self.release = release
+        self.on_cpu = on_cpu
+        self.checksums: dict[str, str] = {}
         self.vocab_size = read_vocab_size(model_path)
+        self.shapes = checkpoint_shapes(model_path)
         self.keeps_released_weights = keeps_released_weights
         self.running = 0
         """Generation requests inside SGLang."""
@@ -105,18 +101,33 @@ class Front:
             if path in GENERATING:
                 await self.generate(scope, receive, send)
             elif path in ("/health", "/health_generate") and self._rests:
-                await _respond(send, 200)
+                await respond(send, 200)
             elif path in ("/get_weight_version", "/weight_version") and path not in self.release.routes:
                 await self.weight_version(scope, send)
+            elif path == "/pull_weights":
+                await self.pull_weights(await read(receive), send)
             elif path in self._handlers:
-                body = await _read(receive)
+                body = await read(receive)
                 async with self._control:
                     await self._handlers[path](Call(self.app, scope, body), send)
             else:
                 await self.app(scope, receive, send)
         except Refused as refusal:
             error = {"object": "error", "error": {"message": str(refusal), "code": refusal.status}}
-            await _respond(send, refusal.status, error)
+            await respond(send, refusal.status, error)
+
+    async def pull_weights(self, body: bytes, send: Send) -> None:
+        """Bring this host's checkpoint to a published version; SGLang loads it with /update_weights_from_disk."""
+        try:
+            request = orjson.loads(body)
+            places = request["local_checkpoint_dir"], request["source_dir"], int(request["target_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused(f"missing or bad field: {error!r}") from error
+        try:
+            path = await asyncio.to_thread(pull, *places)
+        except PullError as error:
+            raise Refused(str(error), status=409) from error
+        await respond(send, 200, {"success": True, "message": "Succeeded.", "model_path": str(path)})
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
@@ -137,7 +148,7 @@ class Front:
 
     async def generate(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Let a request through when tokens can be computed for it; while generation is paused it waits."""
-        body = await _read(receive)
+        body = await read(receive)
         if scope["path"] == "/generate":
             self._check_token_ids(body)
         self._refuse_unless_serving()
@@ -149,7 +160,7 @@ class Front:
         self.cache_is_empty = False
         self.running += 1
         try:
-            await self.app(*_with_body(scope, body, receive), send)
+            await self.app(*with_body(scope, body, receive), send)
         finally:
             self.running -= 1
 
@@ -240,7 +251,7 @@ class Front:
         if not self._may_flush:
             raise Refused(f"{self.running} requests are running: abort them, wait, or pause with mode retract")
         if not tags:
-            await _respond(send, 200, None)
+            await respond(send, 200, None)
             return
         if not self.released & {"kv_cache", "weights"}:
             await self._flush(call)  # also waits until the scheduler is idle, which releasing takes for granted
@@ -251,7 +262,7 @@ class Front:
     async def resume_memory(self, call: Call, send: Send) -> None:
         tags = [tag for tag in _tags(call) if tag in self.released]
         if not tags:
-            await _respond(send, 200, None)
+            await respond(send, 200, None)
             return
         call.body = orjson.dumps({**call.json(), "tags": tags})
         if await call.forward(send) == 200:
@@ -265,7 +276,7 @@ class Front:
         if self.released & {"weights"}:
             raise Refused("the weights are released: POST /resume_memory_occupation first")
         if self.updating or not self.release.has_update_session:  # a lost trainer may have left one open
-            await _respond(send, 200, {"success": True, "message": "Success"})
+            await respond(send, 200, {"success": True, "message": "Success"})
             status = 200
         else:
             status = await call.forward(send)
@@ -278,7 +289,7 @@ class Front:
         if self.release.has_update_session:
             status = await call.forward(send)
         else:
-            await _respond(send, 200, {"success": True, "message": "Success"})
+            await respond(send, 200, {"success": True, "message": "Success"})
             status = 200
         if status == 200:
             self.updating = False
@@ -295,6 +306,7 @@ class Front:
                 f"{self.running} requests are held, and SGLang {self.release.version} would compute them again from "
                 "the old weights' prefix cache: pause with mode abort and send them again"
             )
+        self._check_tensors(call)
         keeps_cache = self._keep_cache_if_held(call)
         if await call.forward(send) != 200:
             return
@@ -317,108 +329,50 @@ class Front:
         call.body = orjson.dumps({**body, "flush_cache": False})
         return True
 
+    def _check_tensors(self, call: Call) -> None:
+        if call.path == "/update_weights_from_tensor":
+            body = call.json()
+            serialized = body.get("serialized_named_tensors")
+            for payload in serialized if isinstance(serialized, list) else [serialized]:
+                check_payload(payload, body.get("load_format"), self.shapes)
+        elif call.path == "/update_weights_from_distributed":
+            body = call.json()
+            lists = [body.get(key) for key in ("names", "dtypes", "shapes")]
+            if not all(isinstance(x, list) for x in lists) or len({len(x) for x in lists}) != 1:
+                raise Refused("names, dtypes and shapes must be lists of one length")
+            check_shapes(zip(lists[0], lists[2], strict=True), self.shapes)
+
     async def check_weights(self, call: Call, send: Send) -> None:
         if self.released & {"weights"}:
             raise Refused("the weights are released: nothing to check")
+        action = call.json().get("action", "checksum")
+        if action in ("snapshot", "compare") and self.on_cpu:
+            await self._check_by_checksum(action, call, send)
+            return
         status = await call.forward(send)
-        if status == 200 and call.json().get("action") == "reset_tensors":
+        if status == 200 and action == "reset_tensors":
             self.weights_missing = True
             self.cache_key += not self.cache_is_empty
 
+    async def _check_by_checksum(self, action: str, call: Call, send: Send) -> None:
+        """SGLang keeps its snapshot in pinned memory, which there is none of on CPU."""
+        status, reply = await call.inside("POST", "/weights_checker", b'{"action": "checksum"}')
+        if status != 200:
+            raise Refused(f"checksums failed: {reply.decode(errors='replace')}")
+        sums = {name: s for rank in orjson.loads(reply)["ranks"] for name, s in rank["checksums"].items()}
+        if action == "snapshot":
+            self.checksums = sums
+        elif not self.checksums:
+            raise Refused("compare needs a snapshot first")
+        else:
+            different = [name for name in sums if sums[name] != self.checksums.get(name)]
+            if different:
+                raise Refused(f"{len(different)} of {len(sums)} weights differ: {different[:8]}")
+        await respond(send, 200, {"success": True, "message": "Success."})
+
     async def weight_version(self, scope: dict[str, Any], send: Send) -> None:
         _, info = await Call(self.app, scope, b"").inside("GET", "/get_model_info")
-        await _respond(send, 200, {"weight_version": orjson.loads(info)["weight_version"]})
-
-
-class Call:
-    """A control request that was read and may go on to SGLang."""
-
-    def __init__(self, app: Any, scope: dict[str, Any], body: bytes):
-        self.app = app
-        self.scope = scope
-        self.body = body
-        self.path: str = scope["path"]
-
-    def json(self) -> dict[str, Any]:
-        """The body as an object; an empty body is an empty object."""
-        try:
-            content = orjson.loads(self.body) if self.body else {}
-        except ValueError as error:
-            raise Refused(f"the body is not JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise Refused("the body must be a JSON object")
-        return content
-
-    async def forward(self, send: Send) -> int:
-        """SGLang answers; returns the status."""
-        status = 0
-
-        async def watch(message: dict[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        # SGLang requires a body where it reads one.
-        await self.app(*_with_body(self.scope, self.body or b"{}", _disconnected), watch)
-        return status
-
-    async def inside(self, method: str, path: str) -> tuple[int, bytes]:
-        """Another request to SGLang in the name of this one: (status, reply)."""
-        status, parts = 0, []
-
-        async def collect(message: dict[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
-        scope = {**self.scope, "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
-        await self.app(*_with_body(scope, b"", _disconnected), collect)
-        return status, b"".join(parts)
-
-
-async def _disconnected() -> dict[str, Any]:
-    """Control calls run to their end, whether the caller waits or not."""
-    await asyncio.Event().wait()
-    return {"type": "http.disconnect"}
-
-
-async def _read(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused("the client went away", status=499)
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-def _with_body(scope: dict[str, Any], body: bytes, rest: Receive) -> tuple[dict[str, Any], Receive]:
-    """The request with `body` in one piece; what comes after it is still received from the client."""
-    headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
-    if not any(k == b"content-type" for k, _ in headers):
-        headers.append((b"content-type", b"application/json"))
-    headers.append((b"content-length", str(len(body)).encode()))
-    sent = False
-
-    async def receive() -> dict[str, Any]:
-        nonlocal sent
-        if sent:
-            return await rest()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return {**scope, "headers": headers}, receive
-
-
-async def _respond(send: Send, status: int, content: Any = b"") -> None:
-    body = content if isinstance(content, bytes) else orjson.dumps(content)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        await respond(send, 200, {"weight_version": orjson.loads(info)["weight_version"]})
 
 
 def _tags(call: Call) -> list[str]:

@@ -90,6 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         release=Release.of_installed(),
         model_path=server_args.model_path,
         keeps_released_weights=server_args.enable_weights_cpu_backup,
+        on_cpu=server_args.device == "cpu",
     )
     run_server(server_args)
 
