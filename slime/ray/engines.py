@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from itertools import groupby
 from typing import Any
 
 from slime.ray.engine_actor import EmbeddedEngineActor, SGLangEngineActor
@@ -15,19 +16,15 @@ def num_engines(args: Namespace, placement: PlacementSlice) -> int:
 
 def create_engine(args: Namespace, placement: PlacementSlice, rank: int) -> Any:
     """The actor of engine `rank`; its `start` starts the server. An engine over several nodes has one actor, too."""
-    size = args.rollout_num_gpus_per_engine
-    ranks = range(rank * size, (rank + 1) * size)
-    options = placement.options(ranks[0], ENGINE_FRACTION)
+    parts = engine_nodes(placement, args.rollout_num_gpus_per_engine, rank)
+    (first, gpus), *others = [(placement.options(bundle, ENGINE_FRACTION), gpus) for bundle, gpus in parts]
     if args.rollout_engine == "embedded":
-        return EmbeddedEngineActor.options(**options).remote(args, rank)
-    parts: list[tuple[int, list[str]]] = []
-    last_node = None
-    for r in ranks:
-        if placement.nodes[r] != last_node:
-            last_node = placement.nodes[r]
-            parts.append((r, []))
-        if placement.gpus[r]:
-            parts[-1][1].append(placement.gpus[r])
-    (_, gpus), *others = parts
-    followers = [(placement.options(r, ENGINE_FRACTION), node_gpus) for r, node_gpus in others]
-    return SGLangEngineActor.options(**options).remote(args, rank, gpus, followers)
+        return EmbeddedEngineActor.options(**first).remote(args, rank)
+    return SGLangEngineActor.options(**first).remote(args, rank, gpus, others)
+
+
+def engine_nodes(placement: PlacementSlice, size: int, rank: int) -> list[tuple[int, list[str]]]:
+    """For each node of engine `rank`: the rank of its first bundle there, and its devices in bundle order."""
+    ranks = range(rank * size, (rank + 1) * size)
+    parts = [list(part) for _, part in groupby(ranks, key=lambda r: placement.nodes[r])]
+    return [(part[0], [placement.gpus[r] for r in part if placement.gpus[r]]) for part in parts]
