@@ -26,6 +26,8 @@ ROW = (
 )
 SUPERVISED_ROW = tuple(cell for cell in ROW if cell[0] not in ("reward", "trunc", "kl", "clip"))
 """Supervised samples have no reward."""
+NOT_SHOWN = ("/", "-truncated", "-pass@")
+"""Parts of metric names that say more about a data set than its one line has room for."""
 
 
 class Console:
@@ -70,7 +72,8 @@ class Console:
     def evaluation(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         """One line with the mean reward per dataset (keys `eval/{name}` without further parts)."""
         scores = [(key.split("/", 1)[1], value) for key, value in metrics.items() if key.startswith("eval/")]
-        cells = [f"{name} {value:.3f}" for name, value in scores if "/" not in name and "-truncated" not in name]
+        shown = [(name, value) for name, value in scores if not any(part in name for part in NOT_SHOWN)]
+        cells = [f"{name} {value:.3f}" for name, value in shown]
         self.line("  ".join([f"eval after {rollout_id} rollouts", *cells]))
 
     @contextlib.contextmanager
