@@ -1,6 +1,6 @@
 """Why flags are not available yet: one sentence per feature, shared by the tables."""
 
-MEGATRON = "it belongs to the Megatron trainer, which is not built yet; use --train-backend fsdp"
+MEGATRON = "this part of the Megatron trainer is not built yet"
 SGLANG = "it belongs to the SGLang engine, which is not built yet; use --rollout-engine embedded"
 ROUTING_REPLAY = "routing replay for MoE models is not built yet"
 EXTERNAL_ENGINES = "external engines are not built yet; slime starts its own"

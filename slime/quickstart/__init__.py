@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         sft_steps=options.sft_steps,
         disaggregate=options.disaggregate,
         device=options.device,
+        train_backend=options.train_backend,
         extra=tuple(options.extra),
     )
     return run(recipe, paths)
@@ -81,6 +82,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rollouts", type=_positive, default=recipes.GRPO_ROLLOUTS, help="GRPO steps [%(default)s]")
     parser.add_argument("--sft-steps", type=_positive, default=recipes.SFT_STEPS, help="SFT steps [%(default)s]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
+    parser.add_argument("--train-backend", choices=tuple(recipes.RANKS), default="fsdp", help="trainer [fsdp]")
     parser.add_argument("--output-dir", type=Path, help="a new directory [runs/quickstart-<time>-seed<N>]")
     options = parser.parse_args(own)
     if options.output_dir is None:

@@ -21,6 +21,18 @@ TOKENIZER_PROBLEMS = 2000
 MAX_RESPONSE_TOKENS = 32
 TOKENS_PER_MICRO_BATCH = 4096
 
+RANKS: dict[str, dict[str, object]] = {
+    "fsdp": {"--actor-num-gpus-per-node": 1},
+    "megatron": {
+        "--actor-num-gpus-per-node": 2,
+        "--tensor-model-parallel-size": 2,
+        "--sequence-parallel": None,
+        "--make-vocab-size-divisible-by": 8,
+        "--data-pad-size-multiplier": 8,
+    },
+}
+"""Trainer processes: with Megatron two that share every layer."""
+
 SAMPLED, GREEDY = "held-out", "held-out-greedy"
 """The held-out problems are evaluated at temperature 1, as in training, and greedily."""
 
@@ -81,6 +93,7 @@ class Recipe:
     sft_steps: int = SFT_STEPS
     disaggregate: bool = False
     device: str = "cpu"
+    train_backend: str = "fsdp"
     extra: tuple[str, ...] = ()
     """Flags added to both training commands."""
 
@@ -175,9 +188,9 @@ def grpo_flags(recipe: Recipe, paths: Paths) -> list[str]:
 
 def _command(recipe: Recipe, flags: dict[str, object]) -> list[str]:
     common = {
-        "--train-backend": "fsdp",
+        "--train-backend": recipe.train_backend,
         "--device": recipe.device,
-        "--actor-num-gpus-per-node": 1,
+        **RANKS[recipe.train_backend],
         "--use-dynamic-batch-size": None,
         "--max-tokens-per-gpu": TOKENS_PER_MICRO_BATCH,
         "--rollout-max-response-len": MAX_RESPONSE_TOKENS,

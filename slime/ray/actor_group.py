@@ -16,6 +16,7 @@ from slime.utils.misc import load_function
 BACKENDS = {
     ("fsdp", "actor"): "slime.backends.fsdp_utils.actor.FSDPTrainRayActor",
     ("fsdp", "critic"): "slime.backends.fsdp_utils.critic.FSDPCriticRayActor",
+    ("megatron", "actor"): "slime.backends.megatron_utils.actor.MegatronTrainRayActor",
 }
 
 
@@ -73,7 +74,9 @@ class RayTrainGroup:
     @property
     def dp_size(self) -> int:
         """Parts that a rollout is cut into."""
-        return self.world_size // self.args.context_parallel_size
+        args = self.args
+        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+        return self.world_size // model
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[ray.ObjectRef]:
         """Start `method` on every rank."""

@@ -7,6 +7,7 @@ import pytest
 
 import slime
 from slime.arguments.families import FLAGS, sglang_router
+from slime.arguments.validation import megatron
 
 pytestmark = pytest.mark.unit
 PACKAGE = Path(slime.__file__).parent
@@ -32,6 +33,7 @@ CONSUMED_HERE = {
         (f"eval_{key}" for key in ("temperature", "top_p", "top_k", "max_prompt_len", "max_response_len")),
         "part of eval_datasets",
     ),
+    **dict.fromkeys((*megatron.DESCRIBED, *megatron.SWITCHES, "add_bias_linear"), "must agree with the checkpoint"),
     **dict.fromkeys(
         ("eval_min_new_tokens", "eval_max_context_len", "n_samples_per_eval_prompt"), "part of eval_datasets"
     ),

@@ -1,4 +1,4 @@
-"""Flags under Megatron's own names. All wait for the Megatron trainer."""
+"""Flags under Megatron's own names. Those of `flag` work; those of `megatron` and `switch` still wait."""
 
 from typing import Any
 
@@ -8,6 +8,14 @@ from slime.arguments.flag import STORE_FALSE, STORE_TRUE, Family, Flag, function
 
 def megatron(name: str, type=text, default: Any = None, help: str = "", **fields) -> Flag:
     return Flag(name, type, default, help, pending=pending.MEGATRON, **fields)
+
+
+def flag(name: str, type=text, default: Any = None, help: str = "", **fields) -> Flag:
+    return Flag(name, type, default, help, **fields)
+
+
+def flag_switch(name: str, help: str) -> Flag:
+    return flag(name, help=help, action=STORE_TRUE)
 
 
 def switch(name: str, help: str) -> Flag:
@@ -20,16 +28,16 @@ FAMILY = Family(
     "Megatron",
     "Parallelism, recomputation and architecture under Megatron's names; `--moe-*` likewise.",
     (
-        megatron("--tensor-model-parallel-size", integer, 1, "Tensor-parallel ranks."),
-        switch("--sequence-parallel", "Shard activations along the sequence inside tensor-parallel groups."),
-        megatron("--pipeline-model-parallel-size", integer, 1, "Pipeline stages."),
+        flag("--tensor-model-parallel-size", integer, 1, "Tensor-parallel ranks."),
+        flag_switch("--sequence-parallel", "Shard activations along the sequence inside tensor-parallel groups."),
+        flag("--pipeline-model-parallel-size", integer, 1, "Pipeline stages."),
         megatron("--virtual-pipeline-model-parallel-size", integer, help="Model chunks per pipeline stage."),
         megatron("--num-layers-per-virtual-pipeline-stage", integer, help="Layers per model chunk."),
-        megatron("--expert-model-parallel-size", integer, 1, "Expert-parallel ranks."),
-        megatron("--expert-tensor-parallel-size", integer, help="Tensor-parallel ranks inside one expert."),
-        megatron("--recompute-granularity", help="What to recompute.", choices=("full", "selective")),
-        megatron("--recompute-method", help="How layers are chosen.", choices=("uniform", "block")),
-        megatron("--recompute-num-layers", integer, help="Layers per recomputed block."),
+        flag("--expert-model-parallel-size", integer, 1, "Expert-parallel ranks."),
+        flag("--expert-tensor-parallel-size", integer, help="Tensor-parallel ranks inside one expert."),
+        flag("--recompute-granularity", help="What to recompute.", choices=("full", "selective")),
+        flag("--recompute-method", help="How layers are chosen.", choices=("uniform", "block")),
+        flag("--recompute-num-layers", integer, help="Layers per recomputed block."),
         switch("--optimizer-cpu-offload", "Keep the optimizer's state in host memory."),
         switch("--overlap-cpu-optimizer-d2h-h2d", "Overlap the copies of the offloaded optimizer."),
         switch("--use-precision-aware-optimizer", "Optimizer state in lower precision."),
@@ -40,40 +48,68 @@ FAMILY = Family(
         megatron(
             "--attention-backend", help="Attention kernels.", choices=("auto", "flash", "fused", "unfused", "local")
         ),
-        switch("--swiglu", "SwiGLU feed-forward layers."),
-        megatron("--num-layers", integer, help="Transformer layers."),
-        megatron("--hidden-size", integer, help="Width of hidden states."),
-        megatron("--ffn-hidden-size", integer, help="Width of the feed-forward layers."),
-        megatron("--num-attention-heads", integer, help="Attention heads."),
-        switch("--group-query-attention", "Grouped key/value heads."),
-        megatron("--num-query-groups", integer, help="Key/value heads."),
-        switch("--use-rotary-position-embeddings", "Rotary position embeddings."),
-        megatron(
+        flag_switch("--swiglu", "SwiGLU feed-forward layers."),
+        flag("--num-layers", integer, help="Transformer layers."),
+        flag("--hidden-size", integer, help="Width of hidden states."),
+        flag("--ffn-hidden-size", integer, help="Width of the feed-forward layers."),
+        flag("--num-attention-heads", integer, help="Attention heads."),
+        flag_switch("--group-query-attention", "Grouped key/value heads."),
+        flag("--num-query-groups", integer, help="Key/value heads."),
+        flag_switch("--use-rotary-position-embeddings", "Rotary position embeddings."),
+        flag(
             "--disable-bias-linear",
             help="Linear layers without bias.",
             action=STORE_FALSE,
             dest="add_bias_linear",
         ),
-        switch("--add-qkv-bias", "Bias in the query/key/value projection."),
-        megatron("--normalization", help="Kind of normalisation.", choices=("LayerNorm", "RMSNorm")),
-        megatron("--norm-epsilon", number, help="Epsilon of the normalisation."),
-        megatron("--rotary-base", number, help="Base of the rotary embedding."),
-        megatron("--rotary-percent", number, 1.0, "Share of each head that is rotated."),
-        megatron("--vocab-size", integer, help="Vocabulary without padding."),
+        flag_switch("--add-qkv-bias", "Bias in the query/key/value projection."),
+        flag("--normalization", help="Kind of normalisation.", choices=("LayerNorm", "RMSNorm")),
+        flag("--norm-epsilon", number, help="Epsilon of the normalisation."),
+        flag("--rotary-base", number, help="Base of the rotary embedding."),
+        flag("--rotary-percent", number, None, "Share of each head that is rotated."),
+        flag("--vocab-size", integer, help="Vocabulary without padding."),
         megatron("--padded-vocab-size", integer, help="Vocabulary with padding."),
-        megatron("--make-vocab-size-divisible-by", integer, 128, "Vocabulary is padded to a multiple of this."),
-        megatron("--kv-channels", integer, help="Width of one head."),
-        switch("--qk-layernorm", "Normalise queries and keys."),
-        switch("--untie-embeddings-and-output-weights", "Separate output layer."),
+        flag("--make-vocab-size-divisible-by", integer, 128, "Vocabulary is padded to a multiple of this."),
+        flag("--kv-channels", integer, help="Width of one head."),
+        flag_switch("--qk-layernorm", "Normalise queries and keys."),
+        flag_switch("--untie-embeddings-and-output-weights", "Separate output layer."),
+        flag_switch("--multi-latent-attention", "Latent attention (DeepSeek)."),
+        flag("--q-lora-rank", integer, help="Latent attention: rank of the queries."),
+        flag("--kv-lora-rank", integer, help="Latent attention: rank of keys and values."),
+        flag("--qk-head-dim", integer, help="Latent attention: width of a head that is not rotated."),
+        flag("--qk-pos-emb-head-dim", integer, help="Latent attention: width of a head that is rotated."),
+        flag("--v-head-dim", integer, help="Latent attention: width of a value head."),
+        flag("--num-experts", integer, help="Experts per layer."),
+        flag("--moe-ffn-hidden-size", integer, help="Width of an expert."),
+        flag("--moe-shared-expert-intermediate-size", integer, help="Width of all shared experts together."),
+        flag("--moe-router-topk", integer, help="Experts per token."),
+        flag("--moe-router-num-groups", integer, help="Groups that experts are chosen from."),
+        flag("--moe-router-group-topk", integer, help="Groups per token."),
+        flag("--moe-router-topk-scaling-factor", number, help="Factor of the experts' weights."),
+        flag("--moe-router-score-function", help="Router scores.", choices=("softmax", "sigmoid")),
+        flag_switch("--moe-router-enable-expert-bias", "A bias per expert that only selects."),
+        flag_switch("--moe-router-pre-softmax", "Softmax before the choice of experts."),
         megatron("--model-name", help="Name that picks the weight converter."),
-        megatron("--megatron-to-hf-mode", default="raw", help="Weight converter.", choices=("raw", "bridge")),
+        flag(
+            "--megatron-to-hf-mode",
+            default="raw",
+            help="Weight converter.",
+            choices=("raw", "bridge"),
+            pending_choices={"bridge": "slime's own name maps convert all weights"},
+        ),
         Flag(
             "--megatron-config-path",
             text,
             help="YAML of optimizer flags per role, `actor: {...}` and `critic: {...}`; replaces the critic's flags.",
         ),
-        megatron("--qkv-format", default="thd", help="Packed or padded layout.", choices=("thd", "bshd")),
-        megatron("--data-pad-size-multiplier", integer, 128, "Packed rows are padded to a multiple of this x TP."),
+        flag(
+            "--qkv-format",
+            default="thd",
+            help="Layout of rows; all are packed.",
+            choices=("thd", "bshd"),
+            pending_choices={"bshd": "rows are packed, never padded to equal lengths"},
+        ),
+        flag("--data-pad-size-multiplier", integer, 128, "Packed rows are padded to a multiple of this x TP."),
         switch("--allgather-cp", "Contiguous all-gather context parallelism."),
         switch("--recompute-loss-function", "Activation checkpointing of the loss."),
         megatron("--custom-model-provider-path", function_path, help="Builds the model."),

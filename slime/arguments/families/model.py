@@ -21,7 +21,6 @@ FAMILY = Family(
             "fsdp",
             "Trainer.",
             choices=("fsdp", "megatron"),
-            pending_choices={"megatron": "the Megatron trainer is not built yet; use fsdp"},
         ),
         Flag("--trust-remote-code", action=STORE_TRUE, help="Run Python code that comes with the checkpoint."),
         Flag(

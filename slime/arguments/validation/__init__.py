@@ -21,6 +21,7 @@ from slime.arguments.validation import (
     evaluation,
     functions,
     loops,
+    megatron,
     model,
     ranges,
     router,
@@ -43,6 +44,7 @@ _STEPS = (
     evaluation.complete,
     checkpoints.complete,
     router.complete,
+    megatron.complete,
     services.complete,
     critic.complete,
 )

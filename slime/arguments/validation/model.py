@@ -122,11 +122,11 @@ def _check_lengths(args: Namespace, model_context: int | None, problems: Problem
 
 
 def _check_heads(args: Namespace, config: dict[str, Any], problems: Problems) -> None:
-    """Context-parallel ranks share attention heads."""
+    """Context-parallel ranks of the fsdp trainer share attention heads."""
     text, size = text_config(config), args.context_parallel_size
     heads = text.get("num_attention_heads")
     kv_heads = text.get("num_key_value_heads") or heads
-    if not heads or size == 1:
+    if not heads or size == 1 or args.train_backend == "megatron":
         return
     repeat = size // math.gcd(kv_heads, size)
     if heads % (kv_heads * repeat):

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.fsdp_utils import checks
+from slime.backends.fsdp_utils.checkpoint import Progress
 from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
 from slime.backends.fsdp_utils.metrics import memory_metrics, rollout_means, sum_over_ranks
 from slime.backends.fsdp_utils.optimizer import schedule_from_args
@@ -24,10 +25,10 @@ from slime.observability.timer import Timer
 from slime.ray.train_actor import TrainRayActor
 from slime.training.advantages import compute_advantages
 from slime.training.batch import MicroBatch
+from slime.training.hooks import call_data_postprocess
 from slime.training.losses import compute_loss
 from slime.training.reducers import make_reducer
 from slime.training.rollout_data import RankData
-from slime.utils.misc import load_function, parameters
 from slime.weight_sync.distributed import DistributedTransport
 from slime.weight_sync.engines import Engines
 from slime.weight_sync.tensor import TensorTransport
@@ -65,11 +66,12 @@ class MegatronTrainRayActor(TrainRayActor):
         self._build_optimizer()
         self._rest: HostCopy | None = None
         self._released = False
-        self._resumed = False
-        self.next_rollout_id = 0
+        self.progress = Progress()
+        self._resumed = self._resume()
         self.updater: WeightUpdater | None = None
+        self._sent_at: int | None = None  # optimizer steps done at the last update
         self._last_train_end = time.perf_counter()
-        return self.next_rollout_id if args.start_rollout_id is None else args.start_rollout_id
+        return self.progress.next_rollout_id if args.start_rollout_id is None else args.start_rollout_id
 
     def _build_model(self) -> None:
         # Megatron is imported only now: it reads what `compat` prepares.
@@ -93,8 +95,9 @@ class MegatronTrainRayActor(TrainRayActor):
         self.architecture = read_architecture(args.hf_checkpoint)
         config = transformer_config(self.architecture, sizes, self.dtype, self.device, **config_overrides(args))
         model = build_model(self.architecture, config, args.make_vocab_size_divisible_by).to(self.device)
-        load_hf([model], self.architecture, path)
-        self.chunks = wrap_chunks([model], config)
+        self.model = [model]
+        load_hf(self.model, self.architecture, path)
+        self.chunks = wrap_chunks(self.model, config)
         latent = self.architecture.get("multi_latent_attention")
         self.forward = Forward(
             self.chunks,
@@ -105,7 +108,7 @@ class MegatronTrainRayActor(TrainRayActor):
             pad_multiple=args.data_pad_size_multiplier,
             chunk_size=args.log_probs_chunk_size,
         )
-        self.weights = MegatronWeights([model], self.architecture, self.dtype, self.device)
+        self.weights = MegatronWeights(self.model, self.architecture, self.dtype, self.device)
         self._params = HostCopy(p.detach() for p in model.parameters())
 
     def _build_optimizer(self) -> None:
@@ -123,9 +126,27 @@ class MegatronTrainRayActor(TrainRayActor):
             clip_grad=args.clip_grad,
         )
 
+    def _resume(self) -> bool:
+        from slime.backends.megatron_utils.checkpoint import latest_checkpoint, load_checkpoint
+
+        args = self.args
+        path = latest_checkpoint(args.load, args.ckpt_step)
+        if path is None:
+            return False
+        with_optimizer = not (args.finetune or args.no_load_optim)
+        with_rng = not (args.finetune or args.no_load_rng)
+        progress = load_checkpoint(path, self.model, self.optimizer, with_optimizer, with_rng)
+        if args.finetune:
+            logger.info("took the weights of %s", path)
+        else:
+            self.progress = progress
+            self.optimizer.steps_done = progress.global_step
+            logger.info("resumed %s: next rollout %d", path, progress.next_rollout_id)
+        return True
+
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train(self, rollout_id: int, refs: list[Any]) -> dict[str, float] | None:
+    def train(self, rollout_id: int, refs: list[Any], shared: Sequence[list[Any]] = ()) -> dict[str, float] | None:
         import ray
 
         self.timer.add("train_wait", time.perf_counter() - self._last_train_end)
@@ -142,7 +163,7 @@ class MegatronTrainRayActor(TrainRayActor):
         args = self.args
         self._prepare(data)
         if args.rollout_data_postprocess_path:
-            self._call_postprocess(rollout_id, data)
+            call_data_postprocess(args, rollout_id, data)
         self._dump_train_data(rollout_id, data)
         with self.timer("actor_train"):
             steps = [self._train_step(data, step) for step in range(len(data.steps))]
@@ -228,6 +249,8 @@ class MegatronTrainRayActor(TrainRayActor):
                 out["grad_norm"],
                 out["loss"],
             )
+        self.progress.global_step = self.optimizer.steps_done
+        self.progress.micro_step += len(data.steps[step])
         return out
 
     def _gradients(self, data: RankData, step: int) -> dict[str, float]:
@@ -264,19 +287,20 @@ class MegatronTrainRayActor(TrainRayActor):
             data.set_flat("log_probs", self._by_sample(data, order, [value for _, parts in kept for value in parts]))
         return out
 
-    def _call_postprocess(self, rollout_id: int, data: RankData) -> None:
-        """`--rollout-data-postprocess-path` in any of its historical forms."""
-        hook = load_function(self.args.rollout_data_postprocess_path, "--rollout-data-postprocess-path")
-        forms = {1: (self.args,), 2: (self.args, data)}
-        hook(*forms.get(len(parameters(hook)), (self.args, rollout_id, data)))
-
     def _dump_train_data(self, rollout_id: int, data: RankData) -> None:
-        if self.args.save_debug_train_data is None:
+        if self.args.save_debug_train_data is None or not self._first_of_data_rank():
             return
         path = Path(self.args.save_debug_train_data.format(rollout_id=rollout_id, rank=self.rank))
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {key: data[key] for key in list(data.keys())}
         torch.save({"rollout_id": rollout_id, "rank": self.rank, "rollout_data": content}, path)
+
+    def _first_of_data_rank(self) -> bool:
+        """Of the ranks that share a part of the rollout, this one writes it down."""
+        from megatron.core import parallel_state
+
+        tensor = parallel_state.get_tensor_model_parallel_rank()
+        return tensor == 0 and self.cp.rank == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0
 
     def _perf_metrics(self, data: RankData) -> dict[str, float]:
         mine = {"tokens": torch.tensor(float(sum(data["total_lengths"])), dtype=torch.float64)}
@@ -291,10 +315,23 @@ class MegatronTrainRayActor(TrainRayActor):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def set_rollout_engines(self, urls: list[str], engine_slots: list[list[int]]) -> None:
-        args = self.args
-        version = 0 if self.updater is None else self.updater.version
+        version = self.progress.weight_version if self.updater is None else self.updater.version
         if self.updater is not None:
             self.updater.close()
+        self.updater = self._updater_for(urls, engine_slots, version)
+
+    def sync_new_engines(self, urls: list[str], engine_slots: list[list[int]]) -> None:
+        updater = self._connected()
+        if self.optimizer.steps_done != self._sent_at:
+            updater.version += 1  # newer weights than the others serve must not carry their version
+        new = self._updater_for(urls, engine_slots, updater.version - 1)
+        try:
+            self._with_parameters(new.update)
+        finally:
+            new.close()
+
+    def _updater_for(self, urls: list[str], engine_slots: list[list[int]], version: int) -> WeightUpdater:
+        args = self.args
         engines = Engines(urls)
         if args.colocate:
             transport = TensorTransport(engines, engine_slots, self.rank, self.device)
@@ -309,12 +346,16 @@ class MegatronTrainRayActor(TrainRayActor):
                 f"slime-{self.role}",
                 timeout=60.0 * args.distributed_timeout_minutes,
             )
-        self.updater = WeightUpdater(
-            self.weights, transport, engines, self.rank, args.update_weight_buffer_size, version
-        )
+        size, pause = args.update_weight_buffer_size, args.update_weights_pause_mode
+        return WeightUpdater(self.weights, transport, engines, self.rank, size, version, pause)
 
     def update_weights(self) -> dict[str, float] | None:
-        return self._timed("update_weights", lambda: self._with_parameters(self._connected().update))
+        return self._timed("update_weights", lambda: self._with_parameters(self._send))
+
+    def _send(self) -> dict[str, float]:
+        metrics = self._connected().update()
+        self._sent_at = self.optimizer.steps_done
+        return metrics
 
     def check_weights(self) -> None:
         self._with_parameters(self._connected().check)
@@ -335,7 +376,29 @@ class MegatronTrainRayActor(TrainRayActor):
             self._params.drop()
             torch.cuda.empty_cache()
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    # -- checkpoints and memory ---------------------------------------------------------------------------------------
+
+    def save_model(self, rollout_id: int) -> dict[str, float] | None:
+        return self._timed("save_model", lambda: self._save(rollout_id))
+
+    def _save(self, rollout_id: int) -> None:
+        from slime.backends.megatron_utils.checkpoint import save_checkpoint
+        from slime.backends.megatron_utils.hf_export import export_hf
+
+        args = self.args
+        released = self._released
+        if released:
+            self._onload()
+        if args.save is not None:
+            self.progress.next_rollout_id = rollout_id + 1
+            if self.updater is not None:
+                self.progress.weight_version = self.updater.version
+            optimizer = None if args.no_save_optim else self.optimizer
+            save_checkpoint(args.save, rollout_id, self.model, optimizer, self.progress)
+        if args.save_hf is not None:
+            export_hf(args.save_hf.format(rollout_id=rollout_id), self.weights, args.hf_checkpoint)
+        if released:
+            self._offload()
 
     def offload(self) -> dict[str, float] | None:
         return self._timed("sleep", self._offload)

@@ -162,6 +162,28 @@ def _patch_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    _patch_optimizer_loading()
+
+
+def _patch_optimizer_loading() -> None:
+    """torch's AdamW counts steps in a tensor per parameter. Loading the distributed optimizer looks for that tensor in
+    the checkpoint, which has one count for all, and would share one tensor among all parameters."""
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    if HAVE_APEX_OR_TE or hasattr(set_states, "__wrapped__"):
+        return
+
+    @functools.wraps(set_states)
+    def without_step(self, model_param, tensors):
+        hits["optimizer loading"] += 1
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = state.pop("step")
+        set_states(self, model_param, tensors)
+        state["step"] = step.clone()
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = without_step
 
 
 def _patch_megatron() -> None:

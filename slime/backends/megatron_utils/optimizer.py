@@ -97,6 +97,26 @@ class Optimizer:
             self.steps_done += 1
         return {"grad_norm": norm, "lr-pg_0": lr, "lr-pg_1": lr, "skipped_steps": float(skipped)}
 
+    def create_moments(self) -> None:
+        """AdamW's state as its first step would make it, so that a checkpoint can be read into it."""
+        for torch_optimizer in self.torch_optimizers():
+            for group in torch_optimizer.param_groups:
+                for parameter in group["params"]:
+                    torch_optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+    def set_steps_done(self, steps: int) -> None:
+        """After loading: where the schedule and AdamW's bias correction stand."""
+        self.steps_done = steps
+        for torch_optimizer in self.torch_optimizers():
+            for state in torch_optimizer.state.values():
+                state["step"] = torch.tensor(float(steps))
+            for group in torch_optimizer.param_groups:
+                group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Moments and fp32 parameters of this rank, for offloading."""
         for torch_optimizer in self.torch_optimizers():

@@ -1,0 +1,177 @@
+"""The Megatron trainer: how ranks are cut, what its flags say about the model, what it does not have yet."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from slime.arguments.families.megatron import FAMILY
+from slime.arguments.problems import Problems
+from slime.backends.megatron_utils.architecture import Architecture, UnsupportedModelError, read_architecture
+
+# What the other trainer has and this one has not, with the values that ask for it.
+_MISSING: dict[str, Callable[[Any], bool]] = {
+    "fsdp_cpu_offload": bool,
+    "keep_old_actor": bool,
+    "reset_optimizer_states": bool,
+    "ref_update_interval": lambda value: value is not None,
+    "only_train_params_name_list": lambda value: value is not None,
+    "freeze_params_name_list": lambda value: value is not None,
+    "opd_type": lambda value: value == "trainer",
+    "loss_type": lambda value: value == "custom_loss",
+    "use_critic": bool,
+    "true_on_policy_mode": bool,
+}
+
+# Flags that describe the model -> what the checkpoint says. None where the checkpoint has no such thing.
+DESCRIBED: dict[str, Callable[[Architecture], Any]] = {
+    "num_layers": lambda a: a["num_layers"],
+    "hidden_size": lambda a: a["hidden_size"],
+    "ffn_hidden_size": lambda a: a["ffn_hidden_size"],
+    "num_attention_heads": lambda a: a["num_attention_heads"],
+    "num_query_groups": lambda a: a["num_query_groups"],
+    "kv_channels": lambda a: a["kv_channels"],
+    "normalization": lambda a: a["normalization"],
+    "norm_epsilon": lambda a: a["layernorm_epsilon"],
+    "rotary_base": lambda a: a.rope.theta,
+    "rotary_percent": lambda a: a.rope.dim / a["kv_channels"],
+    "vocab_size": lambda a: a.vocab_size,
+    "num_experts": lambda a: a.get("num_moe_experts"),
+    "moe_ffn_hidden_size": lambda a: a.get("moe_ffn_hidden_size"),
+    "moe_shared_expert_intermediate_size": lambda a: a.get("moe_shared_expert_intermediate_size"),
+    "moe_router_topk": lambda a: a.get("moe_router_topk"),
+    "moe_router_num_groups": lambda a: a.get("moe_router_num_groups") or 1,
+    "moe_router_group_topk": lambda a: a.get("moe_router_group_topk") or 1,
+    "moe_router_topk_scaling_factor": lambda a: a.get("moe_router_topk_scaling_factor"),
+    "moe_router_score_function": lambda a: a.get("moe_router_score_function"),
+    "q_lora_rank": lambda a: a.get("q_lora_rank"),
+    "kv_lora_rank": lambda a: a.get("kv_lora_rank"),
+    "qk_head_dim": lambda a: a.get("qk_head_dim"),
+    "qk_pos_emb_head_dim": lambda a: a.get("qk_pos_emb_head_dim"),
+    "v_head_dim": lambda a: a.get("v_head_dim"),
+}
+# Switches: given, they say that the model has this; left out, nothing.
+SWITCHES: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
+    "swiglu": ("--swiglu", lambda a: a["gated_linear_unit"]),
+    "group_query_attention": (
+        "--group-query-attention",
+        lambda a: a["num_query_groups"] != a["num_attention_heads"],
+    ),
+    "use_rotary_position_embeddings": ("--use-rotary-position-embeddings", lambda a: True),
+    "add_qkv_bias": ("--add-qkv-bias", lambda a: a["add_qkv_bias"]),
+    "qk_layernorm": ("--qk-layernorm", lambda a: a["qk_layernorm"]),
+    "untie_embeddings_and_output_weights": ("--untie-embeddings-and-output-weights", lambda a: not a.tied),
+    "multi_latent_attention": (
+        "--multi-latent-attention",
+        lambda a: bool(a.get("multi_latent_attention")),
+    ),
+    "moe_router_enable_expert_bias": (
+        "--moe-router-enable-expert-bias",
+        lambda a: bool(a.get("moe_router_enable_expert_bias")),
+    ),
+    "moe_router_pre_softmax": ("--moe-router-pre-softmax", lambda a: bool(a.get("moe_router_pre_softmax"))),
+}
+
+
+def complete(args: Namespace, problems: Problems) -> None:
+    """Rules of --train-backend megatron; with another trainer its flags are refused."""
+    if args.train_backend != "megatron":
+        for flag in FAMILY.flags:
+            value = getattr(args, flag.dest)
+            if flag.pending is None and value != flag.default:
+                shown = None if flag.is_bool else value
+                problems.add(flag.name, shown, f"has no effect with --train-backend {args.train_backend}")
+        return
+    for dest, asked in _MISSING.items():
+        value = getattr(args, dest)
+        if asked(value):
+            flag = "--advantage-estimator ppo" if dest == "use_critic" else "--" + dest.replace("_", "-")
+            shown = None if isinstance(value, bool) else value
+            problems.add(flag, shown, "is not available yet with --train-backend megatron", "use --train-backend fsdp")
+    if args.gradient_checkpointing and args.recompute_granularity is None:
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+    _check_recompute(args, problems)
+    if args.hf_checkpoint is None or problems.concern("--hf-checkpoint"):
+        return
+    try:
+        architecture = read_architecture(args.hf_checkpoint)
+    except UnsupportedModelError as error:
+        problems.add("--hf-checkpoint", args.hf_checkpoint, str(error))
+        return
+    _check_described(args, architecture, problems)
+    if not args.debug_rollout_only:
+        _check_ranks(args, architecture, problems)
+
+
+def _check_recompute(args: Namespace, problems: Problems) -> None:
+    if args.recompute_granularity == "full" and None in (args.recompute_method, args.recompute_num_layers):
+        problems.add(
+            "--recompute-granularity",
+            "full",
+            "needs --recompute-method and --recompute-num-layers",
+            "add --recompute-method uniform --recompute-num-layers 1",
+        )
+    elif args.recompute_granularity != "full" and args.recompute_method is not None:
+        problems.add("--recompute-method", args.recompute_method, "needs --recompute-granularity full")
+
+
+def _check_described(args: Namespace, architecture: Architecture, problems: Problems) -> None:
+    """Every difference between what the flags say of the model and what its checkpoint says."""
+    fix = "leave it out: it follows from --hf-checkpoint"
+    for dest, said in DESCRIBED.items():
+        value, truth = getattr(args, dest), said(architecture)
+        if value is not None and value != truth:
+            rule = f"contradicts --hf-checkpoint {args.hf_checkpoint}, which has {'none' if truth is None else truth}"
+            problems.add("--" + dest.replace("_", "-"), value, rule, fix)
+    for dest, (flag, said) in SWITCHES.items():
+        if getattr(args, dest) and not said(architecture):
+            problems.add(flag, None, f"contradicts --hf-checkpoint {args.hf_checkpoint}, which has it not", fix)
+
+
+def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context, expert = args.context_parallel_size, args.expert_model_parallel_size
+    world = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if world % (tensor * pipeline * context):
+        problems.add(
+            "--tensor-model-parallel-size",
+            tensor,
+            f"x --pipeline-model-parallel-size {pipeline} x --context-parallel-size {context} must divide the {world} "
+            "trainer GPUs (--actor-num-nodes x --actor-num-gpus-per-node)",
+        )
+    if architecture["num_query_groups"] % tensor:
+        problems.add(
+            "--tensor-model-parallel-size",
+            tensor,
+            f"must divide the model's {architecture['num_query_groups']} key/value heads",
+        )
+    if architecture["num_layers"] % pipeline:
+        problems.add(
+            "--pipeline-model-parallel-size", pipeline, f"must divide the model's {architecture['num_layers']} layers"
+        )
+    experts = architecture.get("num_moe_experts")
+    if experts is None and expert > 1:
+        problems.add("--expert-model-parallel-size", expert, "needs a model with experts", "leave it out")
+    elif experts is not None:
+        _check_experts(args, experts, world // pipeline, problems)
+
+
+def _check_experts(args: Namespace, experts: int, per_stage: int, problems: Problems) -> None:
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    if tensor > 1 and not args.sequence_parallel:
+        problems.add(
+            "--tensor-model-parallel-size",
+            tensor,
+            "needs --sequence-parallel for a model with experts (Megatron refuses it otherwise)",
+            "add --sequence-parallel",
+        )
+    if experts % expert:
+        problems.add("--expert-model-parallel-size", expert, f"must divide the model's {experts} experts")
+    if per_stage % (expert * expert_tensor):
+        problems.add(
+            "--expert-model-parallel-size",
+            expert,
+            f"x --expert-tensor-parallel-size {expert_tensor} must divide the {per_stage} GPUs of a pipeline stage",
+        )

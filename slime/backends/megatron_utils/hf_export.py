@@ -1,0 +1,70 @@
+"""Write the policy as a Hugging Face directory, shard by shard: no more than one file's tensors are held at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from slime.backends.fsdp_utils.checkpoint import write_atomically
+from slime.backends.fsdp_utils.hf_export import WEIGHT_SUFFIXES
+from slime.backends.megatron_utils.hf_files import INDEX, SINGLE
+from slime.weight_sync.buckets import WeightSource
+
+SHARD_BYTES = 5 * 2**30
+
+
+def export_hf(path: str, source: WeightSource, origin: str, shard_bytes: int = SHARD_BYTES) -> None:
+    """Gather the weights on rank 0 and write them to `path`; collective.
+
+    Args:
+        source: names are the checkpoint's own.
+        origin: the checkpoint directory that the run started from; config, tokenizer and other small files are copied.
+
+    Raises:
+        CheckpointError: it could not be written; nothing is left at `path`.
+    """
+
+    def write(directory: Path) -> None:
+        shards = _shards(source.tensor_specs(), shard_bytes)
+        weight_map = {}
+        for number, specs in enumerate(shards, 1):
+            name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= {spec.name: name for spec in specs}
+            out = None
+            if dist.get_rank() == 0:
+                out = [torch.empty(spec.shape, dtype=spec.dtype, device=source.device) for spec in specs]
+            source.gather(specs, out)
+            if out is not None:
+                tensors = {spec.name: tensor.cpu().contiguous() for spec, tensor in zip(specs, out, strict=True)}
+                save_file(tensors, directory / name, metadata={"format": "pt"})
+        if dist.get_rank() == 0:
+            if len(shards) > 1:
+                size = sum(spec.nbytes for specs in shards for spec in specs)
+                index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+                (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            _copy_small_files(Path(origin), directory)
+
+    write_atomically(Path(path), write)
+
+
+def _shards(specs, shard_bytes: int) -> list[list]:
+    """Consecutive tensors of one dtype, at most `shard_bytes` together."""
+    shards: list[list] = []
+    for spec in specs:
+        fits = shards and sum(s.nbytes for s in shards[-1]) + spec.nbytes <= shard_bytes
+        if fits and shards[-1][0].dtype == spec.dtype:
+            shards[-1].append(spec)
+        else:
+            shards.append([spec])
+    return shards
+
+
+def _copy_small_files(origin: Path, directory: Path) -> None:
+    for file in origin.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copy2(file, directory / file.name)

@@ -1,0 +1,89 @@
+"""A resumed run is the uninterrupted one, in the same layout and in another; exports are Hugging Face directories."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slime.backends.megatron_utils.hf_files import HFTensors
+from tests.backends.megatron.families import save_family
+from tests.backends.megatron.worlds import parameters_of, start_trainer, stop_trainer, train_rollout
+from tests.backends.trainers import run_world, trainer_args
+
+FLAGS = (
+    "--weight-decay",
+    "0.1",
+    "--lr-decay-style",
+    "linear",
+    "--lr-warmup-iters",
+    "2",
+    "--num-steps-per-rollout",
+    "2",
+)
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+CHANGES = {"EP2 -> EP2": (EP2, EP2), "TP2 -> PP2": (TP2SP, PP2), "PP2 -> DP2": (PP2, {})}
+
+
+def runs(rank, world_size, port, path, root):
+    def trainer(layout, **changes):
+        args = trainer_args(path, *FLAGS, data_pad_size_multiplier=4, train_backend="megatron", **layout)
+        args.load, args.no_load_optim, args.no_load_rng, args.finetune = None, False, False, False
+        args.start_rollout_id = None
+        vars(args).update(changes)
+        return start_trainer(args, rank, world_size, port)
+
+    results = {}
+    whole = trainer({})
+    for rollout_id in range(3):
+        train_rollout(whole, rollout_id)
+    results["uninterrupted"] = parameters_of(whole)
+    stop_trainer()
+    for name, (before, after) in CHANGES.items():
+        save = f"{root}/{name.replace(' ', '')}"
+        first = trainer(before, save=save, save_hf=save + "/hf-{rollout_id}")
+        for rollout_id in range(2):
+            train_rollout(first, rollout_id)
+        first.save_model(1)
+        saved = parameters_of(first)
+        stop_trainer()
+        second = trainer(after, load=save)
+        loaded = parameters_of(second)
+        start = second.start_rollout_id
+        train_rollout(second, 2)
+        with HFTensors(f"{save}/hf-1") as exported:
+            same = {n: torch.equal(exported[n], saved[n]) for n in exported.names()}
+        results[name] = {
+            "start": start,
+            "steps": second.optimizer.steps_done,
+            "loaded": [n for n in saved if not torch.equal(saved[n], loaded[n])],
+            "exported": same,
+            "end": parameters_of(second),
+        }
+        stop_trainer()
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    path, root = str(tmp_path_factory.mktemp("model")), str(tmp_path_factory.mktemp("runs"))
+    save_family("qwen3_moe", path)
+    return run_world(runs, 2, path, root)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("change", CHANGES)
+def test_resume_equals_the_uninterrupted_run(results, change):
+    for rank in results:
+        found = rank[change]
+        assert (found["start"], found["steps"], found["loaded"]) == (2, 6, [])
+        for name, expected in rank["uninterrupted"].items():
+            assert (found["end"][name] - expected).abs().max() < 2e-6, name
+
+
+@pytest.mark.integration
+def test_the_export_holds_every_tensor_bit_for_bit(results):
+    exported = results[0]["PP2 -> DP2"]["exported"]
+    assert all(exported.values())
+    assert set(exported) == set(results[0]["uninterrupted"])
