@@ -74,7 +74,7 @@ def test_plain_console(tmp_path, capsys):
     console.close()
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "rollout 1/3  reward 0.500  loss 0.1235  generate 2.0s"
-    assert out[1] == "eval after 3 rollouts  held-out 0.750  held-out-pass@1 0.700"
+    assert out[1] == "eval after 3 rollouts  held-out 0.750"
     log = (tmp_path / "driver.log").read_text()
     assert "generating ..." in log and "rollout 1/3" in log
 
