@@ -50,11 +50,11 @@ class Loop:
             wait(self.manager.load.remote(self.start - 1))
 
     @property
-    @property
     def actor(self) -> RayTrainGroup:
         """The policy's ranks."""
         return self.trainers.actor
 
+    @property
     def rollout_ids(self) -> range:
         return range(self.start, self.args.num_rollout)
 
