@@ -1,4 +1,4 @@
-"""Rules of the off-policy corrections."""
+"""Rules of losses, advantages and off-policy corrections."""
 
 import pytest
 
@@ -36,6 +36,9 @@ def test_mis_settings_can_stand_in_yaml(setup):
         (("--use-tis", "--mis-level", "sequence"), "has no effect without a correction that reads it"),
         (("--opsm-delta", "1"), "has no effect without --use-opsm"),
         (("--use-tis", "--custom-tis-function-path", "slime.training.mis.mis"), "did you mean"),
+        (("--disable-compute-advantages-and-returns",), "leaves --loss-type policy_loss without advantages"),
+        (("--advantage-estimator", "on_policy_distillation", "--use-opd"), "counts the teacher twice"),
+        (("--advantage-estimator", "cispo", "--eps-clip-c", "3"), "has no effect with --advantage-estimator cispo"),
     ],
 )
 def test_what_is_refused(words, expected, one_error):

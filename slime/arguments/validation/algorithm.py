@@ -48,6 +48,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         )
     if args.use_rollout_logprobs and args.use_tis:
         problems.add("--use-rollout-logprobs", None, "excludes --use-tis", "give one of the two")
+    _check_advantages(args, problems)
     if args.eps_clip_high < args.eps_clip and not problems.concern("--eps-clip", "--eps-clip-high"):
         problems.add(
             "--eps-clip-high",
@@ -80,6 +81,31 @@ def _check_custom_loss(args: Namespace, problems: Problems) -> None:
             args.custom_advantage_function_path,
             "has no effect when no advantages are computed",
             "leave out --disable-compute-advantages-and-returns and --loss-type sft_loss",
+        )
+
+
+def _check_advantages(args: Namespace, problems: Problems) -> None:
+    sources = (args.rollout_data_postprocess_path, args.custom_convert_samples_to_train_data_path)
+    if args.loss_type == "policy_loss" and not args.compute_advantages_and_returns and not any(sources):
+        problems.add(
+            "--disable-compute-advantages-and-returns",
+            None,
+            "leaves --loss-type policy_loss without advantages",
+            "leave it out, or set advantages in --rollout-data-postprocess-path",
+        )
+    if args.use_opd and args.advantage_estimator == "on_policy_distillation":
+        problems.add(
+            "--use-opd",
+            None,
+            "counts the teacher twice with --advantage-estimator on_policy_distillation",
+            "leave it out, or choose another estimator",
+        )
+    if args.eps_clip_c is not None and args.advantage_estimator == "cispo":
+        problems.add(
+            "--eps-clip-c",
+            args.eps_clip_c,
+            "has no effect with --advantage-estimator cispo, which clips the weight of its gradient",
+            "leave it out",
         )
 
 
