@@ -25,6 +25,7 @@ class Loop:
 
     def __init__(self, args: Namespace, session: Session) -> None:
         from slime.ray.placement_group import create_placement_groups, create_training_models
+        from slime.ray.recovery import EngineRecovery
         from slime.ray.rollout import create_rollout_manager
 
         self.session = session
@@ -45,6 +46,7 @@ class Loop:
             if self.trainers is not None:
                 self.start = self.trainers.init(args)
                 self.actor.connect(self.manager)
+                self.recovery = EngineRecovery(args, session, self.manager, self.actor)
                 session.track_memory(self.trainers.pids())
             session.track_memory(wait(self.manager.pids.remote()))
             wait(self.manager.load.remote(self.start - 1))
@@ -83,7 +85,6 @@ class Loop:
         metrics = rollout.metrics | staleness_metrics(rollout.token_versions, self.weight_version)
         if self.trainers is None:
             return metrics
-        wait = self.session.wait
         with self.phase(f"{self._progress(rollout_id)}: training"):
             metrics |= self.trainers.train(rollout_id, rollout.refs)
         self.session.run_dir.record_trained(rollout_id, rollout.sample_indices)
@@ -98,7 +99,7 @@ class Loop:
             metrics = wait(self.actor.call("offload"))[0] if args.offload_train else {}
             if args.offload_rollout:
                 wait(self.manager.onload.remote(["weights"]))
-            metrics |= wait(self.actor.call("update_weights"))[0]
+            metrics |= self.recovery.update_weights()
             if args.offload_rollout:
                 wait(self.manager.onload.remote(["cuda_graph", "kv_cache"]))
         self.weight_version = int(metrics["train/weight_version"])

@@ -19,6 +19,7 @@ from aiohttp import web
 from slime.engine.engine import Engine, EngineConfig
 from slime.engine.handlers import EngineHandlers
 from slime.modeling.hf import load_causal_lm
+from slime.observability import stacks
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ async def serve(engine: Engine, args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stacks.dump_on_signal()
     # A short switch interval lets the engine's thread run while requests are parsed.
     sys.setswitchinterval(0.0005)
     engine = build_engine(args)

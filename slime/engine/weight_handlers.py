@@ -12,6 +12,7 @@ from slime.engine import payload
 from slime.engine.engine import Engine
 from slime.engine.protocol import RequestError
 from slime.engine.weight_groups import WeightGroups
+from slime.weight_sync.disk_pull import PullError, pull
 
 
 async def _json(request: web.Request) -> dict[str, Any]:
@@ -38,6 +39,7 @@ class WeightHandlers:
         post("/update_weights_from_tensor", self._endpoint(self.from_tensor))
         post("/update_weights_from_distributed", self._endpoint(self.from_distributed))
         post("/update_weights_from_disk", self._endpoint(self.from_disk))
+        post("/pull_weights", self.pull)
         post("/init_weights_update_group", self._endpoint(self.groups.init))
         post("/destroy_weights_update_group", self._endpoint(self.destroy_group))
         post("/begin_weight_update", self._endpoint(self.begin))
@@ -52,6 +54,19 @@ class WeightHandlers:
             return _success(**(more or {}))
 
         return handle
+
+    async def pull(self, request: web.Request) -> web.Response:
+        """Bring this host's checkpoint to a published version; the engine goes on meanwhile and loads nothing yet."""
+        body = await _json(request)
+        try:
+            places = str(body["local_checkpoint_dir"]), str(body["source_dir"]), int(body["target_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"missing or bad field: {error}") from error
+        try:
+            path = await asyncio.to_thread(pull, *places)
+        except PullError as error:
+            raise RequestError(str(error), status=409) from error
+        return _success(model_path=str(path))
 
     # In the engine's thread.
 

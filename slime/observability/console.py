@@ -37,6 +37,7 @@ class Console:
         self._columns = columns
         self._log = open(log_file, "a")  # noqa: SIM115 (closed by close)
         self._rich = None
+        self.current_phase: str | None = None
         self._spinner_text: Callable[[str], None] = _ignore
         if sys.stdout.isatty():
             from rich.console import Console as RichConsole
@@ -80,9 +81,11 @@ class Console:
     def phase(self, name: str) -> Iterator[None]:
         """A spinner with the elapsed time while the phase runs (terminals only); the log notes start and end."""
         start = time.monotonic()
+        self.current_phase = name
         self.record(f"{name} ...")
         with self._spinner(name):
             yield
+        self.current_phase = None
         self.record(f"{name}: {time.monotonic() - start:.2f}s")
 
     @contextlib.contextmanager

@@ -87,10 +87,10 @@ class RolloutEngineActor:
         return {self.name: self._server.pid, f"{self.name}-actor": os.getpid()}
 
     @ray.method(concurrency_group="side")
-    def health(self, timeout: float = 5.0) -> None:
+    def health(self, timeout: float = 5.0, path: str = "/health") -> None:
         """Raises ServerError when the server does not answer."""
         self._server.raise_if_dead()
-        http_json("GET", self._server.url + "/health", timeout=timeout)
+        http_json("GET", self._server.url + path, timeout=timeout)
 
     @ray.method(concurrency_group="side")
     def shutdown(self) -> None:

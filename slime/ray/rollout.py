@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import threading
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -18,13 +16,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from slime.observability.dumps import load_rollout_dump, save_rollout_dump
+from slime.observability import stacks
+from slime.observability.dumps import load_rollout_dump, save_rollout_dump, save_tokenizer
 from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.observability.run_dir import RunDir, redirect_output
 from slime.observability.staleness import count_token_versions
-from slime.ray.engines import create_engine, num_engines
+from slime.ray.fleet import EngineFleet
+from slime.ray.health_monitor import HealthMonitor
 from slime.ray.placement_group import PlacementSlice
-from slime.ray.server_process import ServerProcess, http_json
 from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trim
 from slime.rollout.base_types import call_rollout_fn
@@ -38,8 +37,6 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-ROUTER_TIMEOUT_SECS = 60.0
-SHUTDOWN_TIMEOUT_SECS = 15.0
 METRIC_AXES = ("rollout", "perf", "multi_turn", "passrate", "eval", "train")
 
 
@@ -56,7 +53,7 @@ class GenerateResult:
     """Trained tokens per weight version that generated them."""
 
 
-@ray.remote(concurrency_groups={"watch": 1, "side": 1})
+@ray.remote(concurrency_groups={"watch": 1, "side": 1, "recovery": 3})
 class RolloutManager:
     """One per run. `start` must be called first; all other methods run one at a time, in order."""
 
@@ -64,11 +61,11 @@ class RolloutManager:
         self.run_dir = RunDir(args.run_dir)
         redirect_output(self.run_dir.log_file("rollout-manager"))
         configure_logging(prefix="rollout")
+        stacks.dump_on_signal()
         self.args = args
         self.placement = placement
-        self.engines: list[Any] = []
-        self.router: ServerProcess | None = None
-        self._disposed = threading.Event()
+        self.fleet: EngineFleet | None = None
+        self._restarts = 0
         self._parallel: dict[str, int] = {}
         self.data_source: Any = None
         self.rollout_fn: Any = None
@@ -89,73 +86,56 @@ class RolloutManager:
             self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
         self.rollout_fn = load_function(args.rollout_function_path, "--rollout-function-path")
         self.eval_fn = load_function(args.eval_function_path or args.rollout_function_path, "--eval-function-path")
+        if args.dump_details is not None and args.hf_checkpoint is not None:
+            save_tokenizer(args.hf_checkpoint, args.dump_details)
         if args.debug_train_only:
             return
-        self.engines = [create_engine(args, self.placement, i) for i in range(num_engines(args, self.placement))]
-        starting = [engine.start.remote() for engine in self.engines]
-        router = self._start_router()
-        for url in ray.get(starting):
-            http_json("POST", router + "/workers", {"url": url})
-        init_http_client(self.args)
-
-    def _start_router(self) -> str:
-        """Start the router, unless the arguments name a running one; fills in its address. Returns the URL."""
-        args = self.args
-        if args.sglang_router_ip is None:
-            command = [sys.executable, "-m", "slime.router.server", "--host", "127.0.0.1", "--port", "0"]
-            timeout = args.slime_router_timeout or args.sglang_router_request_timeout_secs
-            command += ["--request-timeout-secs", str(timeout)]
-            if args.slime_router_max_connections:
-                command += ["--max-connections", str(args.slime_router_max_connections)]
-            self.router = ServerProcess("router", command, self.run_dir.log_file("router"), "127.0.0.1")
-            self.router.wait_until_healthy(timeout=ROUTER_TIMEOUT_SECS)
-            args.sglang_router_ip, args.sglang_router_port = self.router.host, self.router.port
-        return f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+        self.fleet = EngineFleet(args, self.placement)
+        self.fleet.start()
+        if args.use_fault_tolerance:
+            HealthMonitor(self.fleet).start()
+        init_http_client(args)
 
     @ray.method(concurrency_group="watch")
     def wait_for_death(self) -> str | None:
-        """Block until a server dies unasked; how it died. None after `dispose`."""
-        waits = {engine.wait_for_death.remote(): i for i, engine in enumerate(self.engines)}
-        while not self._disposed.is_set() and (waits or self.router):
-            if self.router is not None and not self.router.is_alive():
-                return self.router.wait_for_death()
-            ready = ray.wait(list(waits), timeout=1.0)[0] if waits else []
-            for ref in ready:
-                engine = f"engine-{waits.pop(ref)}"
-                try:
-                    death = ray.get(ref)
-                except ray.exceptions.RayError as error:
-                    death = f"the actor of {engine} died: {error}"
-                if death is not None:
-                    return death
-            if not waits:
-                self._disposed.wait(1.0)
-        return None
+        """Block until a server dies that is not restarted; how it died. None after `dispose`."""
+        return None if self.fleet is None else self.fleet.wait_for_death()
 
     @ray.method(concurrency_group="side")
     def dispose(self) -> None:
         """End all servers."""
-        self._disposed.set()
-        if self.engines:
-            refs = [engine.shutdown.remote() for engine in self.engines]
-            ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_TIMEOUT_SECS)
-        if self.router is not None:
-            self.router.close()
+        if self.fleet is not None:
+            self.fleet.dispose()
 
     @ray.method(concurrency_group="side")
     def get_rollout_engines(self) -> tuple[list[Any], list[list[int]]]:
         """Engine actors, and for each the worker slots it stands on (under --colocate these are trainer ranks)."""
-        size = self.args.rollout_num_gpus_per_engine
-        return self.engines, [list(range(i * size, (i + 1) * size)) for i in range(len(self.engines))]
+        engines = [] if self.fleet is None else self.fleet.engines
+        return [engine.actor for engine in engines], [self.fleet.slots(engine) for engine in engines]
+
+    @ray.method(concurrency_group="recovery")
+    def prepare_weight_update(self) -> tuple[list[str], list[list[int]]]:
+        """URLs and slots of all engines, once those that failed are started again."""
+        return self.fleet.prepare_update()
+
+    @ray.method(concurrency_group="recovery")
+    def finish_weight_update(self) -> None:
+        """All engines of `prepare_weight_update` have the new weights: requests may go to them."""
+        self.fleet.finish_update()
+
+    @ray.method(concurrency_group="recovery")
+    def wait_for_unsynced_engines(self) -> list[tuple[int, str, list[int]]]:
+        """Block until restarted engines wait for weights: rank, URL and slots of each."""
+        return self.fleet.wait_for_unsynced()
+
+    @ray.method(concurrency_group="recovery")
+    def admit_engine(self, rank: int, url: str) -> None:
+        """A restarted engine has the current weights."""
+        self.fleet.admit(rank, url)
 
     @ray.method(concurrency_group="side")
     def pids(self) -> dict[str, int]:
-        pids = {"rollout-manager": os.getpid()}
-        if self.router is not None:
-            pids["router"] = self.router.pid
-        for engine in self.engines:
-            pids |= ray.get(engine.pids.remote())
-        return pids
+        return {"rollout-manager": os.getpid()} | ({} if self.fleet is None else self.fleet.pids())
 
     @ray.method(concurrency_group="side")
     def progress(self) -> str:
@@ -165,15 +145,14 @@ class RolloutManager:
 
     def offload(self) -> None:
         """Engines drop their caches and release weights and KV memory."""
-        ray.get([engine.flush_cache.remote() for engine in self.engines])
-        ray.get([engine.release_memory_occupation.remote() for engine in self.engines])
+        self.fleet.offload()
 
     def onload(self, tags: list[str] | None = None) -> None:
         """Engines take the memory back; without weights pushed afterwards they must not serve."""
-        ray.get([engine.resume_memory_occupation.remote(tags) for engine in self.engines])
+        self.fleet.onload(tags)
 
     def check_weights(self, action: str) -> list[Any]:
-        return ray.get([engine.weights_checker.remote(action) for engine in self.engines])
+        return ray.get([engine.actor.weights_checker.remote(action) for engine in self.fleet.engines])
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,13 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import ray
 
+from slime.observability import stacks
 from slime.observability.metrics import MetricsLogger
 from slime.observability.run_dir import RunDir, tail
 from slime.ray.placement_group import total_slots
@@ -36,10 +38,25 @@ EXIT_TIMEOUT_SECS = 5.0
 PR_SET_CHILD_SUBREAPER = 36
 GUARD_PATIENCE_SECS = 2.0
 PROGRESS_INTERVAL_SECS = 0.5
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class RunError(RuntimeError):
     """The run cannot go on; the message is for the user."""
+
+
+@dataclass(eq=False)
+class _Event:
+    """See `Session.on_event`; `ref` is what is waited for now."""
+
+    make_ref: Callable[[], ray.ObjectRef]
+    handle: Callable[[Any], None]
+    ref: ray.ObjectRef | None = None
+
+    def arm(self) -> ray.ObjectRef:
+        if self.ref is None:
+            self.ref = self.make_ref()
+        return self.ref
 
 
 class Session:
@@ -53,6 +70,8 @@ class Session:
         self.metrics = MetricsLogger(args)
         self.console = self.metrics.console
         self._guards: list[ray.ObjectRef] = []
+        self._events: list[_Event] = []
+        self._in_event = False
         self._cleanups: list[Callable[[], Any]] = []
         self._names: dict[str, str] = {}
         self._tracked = {"driver": psutil.Process()}
@@ -180,6 +199,10 @@ class Session:
         """From now on `wait` fails as soon as `ref` yields a text (how a server died)."""
         self._guards.append(ref)
 
+    def on_event(self, make_ref: Callable[[], ray.ObjectRef], handle: Callable[[Any], None]) -> None:
+        """While the driver waits for anything, call `handle` with what `make_ref()` yields, again and again."""
+        self._events.append(_Event(make_ref, handle))
+
     def wait(self, refs: Any, progress: Callable[[], ray.ObjectRef] | None = None) -> Any:
         """`ray.get` that also ends when a guarded process dies, and at the first failure among several refs.
 
@@ -188,20 +211,50 @@ class Session:
 
         Raises:
             RunError: an actor failed or a guarded process died; the message has its name, and the end of its log when
-                it is dead.
+                it is dead. Or the wait took longer than `--phase-timeout-secs`; the message says what each process
+                is doing.
         """
         pending = list(refs) if isinstance(refs, list) else [refs]
         show = progress if self.console.is_live else None
+        limit = self.args.phase_timeout_secs
+        deadline = None if limit is None else time.monotonic() + limit
         while pending:
-            ready, _ = ray.wait([*pending, *self._guards], timeout=PROGRESS_INTERVAL_SECS if show else None)
+            patience = PROGRESS_INTERVAL_SECS if show else None
+            if deadline is not None:
+                left = max(0.0, deadline - time.monotonic())
+                patience = left if patience is None else min(patience, left)
+            events = [] if self._in_event else [event.arm() for event in self._events]
+            ready, _ = ray.wait([*pending, *self._guards, *events], timeout=patience)
             self._check_guards(timeout=0)
+            if deadline is not None and time.monotonic() >= deadline and not ready:
+                raise RunError(self._describe_stuck(limit))
             if show and not ready:
                 self.console.progress(ray.get(show()))
             for ref in ready:
                 if ref in pending:
                     pending.remove(ref)
                     self._get(ref)
+            for event in self._events:
+                if event.ref in ready:
+                    self._handle(event)
         return ray.get(refs)
+
+    def _handle(self, event: _Event) -> None:
+        ref, event.ref = event.ref, None
+        self._in_event = True
+        try:
+            event.handle(self._get(ref))
+        finally:
+            self._in_event = False
+
+    def _describe_stuck(self, limit: float) -> str:
+        """The phase that took too long, and what each process of this machine is doing."""
+        logs = {name: (process.pid, self.run_dir.log_file(name)) for name, process in self._tracked.items()}
+        del logs["driver"]
+        words = stacks.collect(logs)
+        lines = "".join(f"\n  {name}: {text}" for name, text in sorted(words.items()))
+        phase = self.console.current_phase or "a phase"
+        return f"{phase} has taken more than --phase-timeout-secs {limit:g}. What each process is doing:{lines}"
 
     def _get(self, ref: ray.ObjectRef) -> Any:
         try:
@@ -214,10 +267,16 @@ class Session:
 
     def _describe(self, name: str, error: ray.exceptions.RayError) -> str:
         if isinstance(error, ray.exceptions.RayTaskError):
-            cause = _root_cause(error)
+            cause = root_cause(error)
             return f"{name}: {type(cause).__name__}: {cause}"
         log = self.run_dir.log_file(name)
-        return f"{name} died. The end of its log {log}:\n{tail(log)}"
+        return f"{name} died. The end of its log {log}:\n{tail(log)}{self._how_to_resume()}"
+
+    def _how_to_resume(self) -> str:
+        save = self.args.save
+        if save is None or not os.path.exists(os.path.join(save, TRACKER)):
+            return ""
+        return f"\nthe same command with --load {save} continues from the last checkpoint"
 
     def _check_guards(self, timeout: float) -> None:
         if not self._guards:
@@ -243,7 +302,7 @@ class Session:
         return 1
 
 
-def _root_cause(error: ray.exceptions.RayTaskError) -> BaseException:
+def root_cause(error: ray.exceptions.RayTaskError) -> BaseException:
     """The exception that was raised in the actor (actors may call actors)."""
     cause: BaseException = error
     while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, BaseException):

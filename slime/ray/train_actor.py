@@ -25,11 +25,13 @@ class TrainRayActor:
 
     def redirect_logs(self, path: str, prefix: str) -> None:
         """Send this process's output to its own log file."""
+        from slime.observability import stacks
         from slime.observability.run_dir import redirect_output
         from slime.utils.logging_utils import configure_logging
 
         redirect_output(path)
         configure_logging(prefix=prefix)
+        stacks.dump_on_signal()
 
     def get_master_addr_and_port(self) -> tuple[str, int]:
         """Where rank 0's store listens (rank 0 only)."""

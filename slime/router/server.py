@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import faulthandler
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from argparse import Namespace
 import aiohttp
 from aiohttp import web
 
+from slime.observability import stacks
 from slime.router.health import HealthProbes
 from slime.router.middleware_hub import load_middleware
 from slime.router.proxy import Proxy, error_body, error_response
@@ -239,7 +239,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     configure_logging(args.log_level, f"router {os.getpid()}")
-    faulthandler.register(signal.SIGUSR1)
+    stacks.dump_on_signal()
     asyncio.run(serve(args))
 
 

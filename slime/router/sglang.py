@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import faulthandler
 import importlib.util
 import os
 import shlex
@@ -22,6 +21,7 @@ from argparse import Namespace
 from contextlib import suppress
 
 from slime.arguments.families.sglang_router import FAMILY
+from slime.observability import stacks
 from slime.utils.async_utils import wait_for_exit
 from slime.utils.misc import atomic_write
 
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port-file", help="the port is written here")
     parser.add_argument("--parent-pid", type=int, help="exit when this process is gone")
     parser.add_argument("--flags", default="", help="sglang-router's own, quoted as for a shell")
-    faulthandler.register(signal.SIGUSR1)
+    stacks.dump_on_signal()
     sys.exit(asyncio.run(serve(parser.parse_args(argv))))
 
 

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.engines import Engines
+from slime.weight_sync.failures import error_of
 
 
 def join_update_group(
@@ -70,6 +71,7 @@ class DistributedTransport:
         # Engines may still be in the group of a trainer that was lost.
         self.group_name = f"{group_name}-{uuid4().hex[:8]}"
         self.group: dist.ProcessGroup | None = None
+        self._failed = False
         if not self.sends:
             return
         self.device = device
@@ -106,7 +108,9 @@ class DistributedTransport:
         replies = [
             self.engines.start(i, "/update_weights_from_distributed", payload) for i in range(len(self.engines))
         ]
+        self._failed = True
         _first_error_or(replies, self._waiter.submit(self._broadcast, bucket.views(flat)))
+        self._failed = False
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
         works = [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in tensors]
@@ -121,7 +125,10 @@ class DistributedTransport:
     def close(self) -> None:
         """Leave the group, the engines too."""
         if self.group is not None:
-            self.engines.call("/destroy_weights_update_group", {"group_name": self.group_name})
+            if self._failed:
+                self.group.abort()  # engines that wait for the rest of a broadcast learn that it will not come
+            # An engine that is gone has left the group already.
+            error_of(lambda: self.engines.call("/destroy_weights_update_group", {"group_name": self.group_name}))
             dist.destroy_process_group(self.group)
             self.group = None
             self._waiter.shutdown(wait=False)

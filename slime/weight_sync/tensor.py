@@ -16,6 +16,7 @@ import torch.multiprocessing  # registers torch's reductions with ForkingPickler
 
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.engines import Engines
+from slime.weight_sync.failures import error_of, raise_on_all_ranks
 
 
 def serialize_bucket(bucket: Bucket, flat: torch.Tensor) -> str:
@@ -73,6 +74,7 @@ class TensorTransport:
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        failure = None
         handles = [serialize_bucket(bucket, flat)]
         if self.group is not None:
             gathered = [None] * len(self.ranks) if self.rank == self.ranks[0] else None
@@ -85,9 +87,11 @@ class TensorTransport:
                 "flush_cache": False,
                 "weight_version": weight_version,
             }
-            self.engines.call("/update_weights_from_tensor", payload, [self.engine_index])
+            failure = error_of(lambda: self.engines.call("/update_weights_from_tensor", payload, [self.engine_index]))
         if self.group is not None:
-            dist.barrier(group=self.group)
+            raise_on_all_ranks(failure, self.group)  # the others' memory is in use until the engine has answered
+        elif failure is not None:
+            raise failure
 
     def collect(self) -> None:
         if self.device.type == "cuda":

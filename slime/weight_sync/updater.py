@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from slime.weight_sync.buckets import Bucket, WeightSource, plan_buckets
-from slime.weight_sync.engines import Engines
+from slime.weight_sync.engines import Engines, WeightSyncError
+from slime.weight_sync.failures import error_of, raise_on_all_ranks
 
 
 class Transport(Protocol):
@@ -69,18 +70,23 @@ class WeightUpdater:
         """Bring every engine to the trainer's weights; seconds per phase and bytes sent.
 
         The engines stay paused when it fails: half-updated weights must not answer requests.
+
+        Raises:
+            WeightSyncError: an engine failed; raised on every rank, so that all can try again.
         """
         self.version += 1
-        return self._push() | {"train/weight_version": float(self.version)}
+        try:
+            return self._push() | {"train/weight_version": float(self.version)}
+        except WeightSyncError:
+            self.version -= 1
+            raise
 
     def _push(self) -> dict[str, float]:
         marks = [perf_counter()]
+        failure = None
         if self.rank == 0:
-            self.engines.call("/pause_generation", {"mode": self.pause_mode})
-            if self.pause_mode == "abort":
-                self.engines.flush_cache()
-            self.engines.call("/begin_weight_update", {})
-        dist.barrier()
+            failure = error_of(self._pause)
+        raise_on_all_ranks(failure)
         marks.append(perf_counter())
         gather_time = 0.0
         # One piece of memory for all buckets, given back afterwards: between updates it is the training's.
@@ -90,15 +96,16 @@ class WeightUpdater:
             flat = None if memory is None else memory[: bucket.nbytes].view(bucket.dtype)
             self.source.gather(bucket.specs, None if flat is None else bucket.views(flat))
             gather_time += perf_counter() - start
-            if flat is not None:
-                self.transport.send(bucket, flat, str(self.version))
-        memory = flat = None
+            if flat is not None and failure is None:
+                send = partial(self.transport.send, bucket, flat, str(self.version))
+                failure = error_of(send)
+        memory = flat = send = None
         self.transport.collect()
-        dist.barrier()
+        raise_on_all_ranks(failure)
         marks.append(perf_counter())
         if self.rank == 0:
-            self.engines.call("/end_weight_update", {})
-            self.engines.call("/continue_generation", {})
+            failure = error_of(self._resume)
+        raise_on_all_ranks(failure)
         marks.append(perf_counter())
         return {
             "perf/update_weights_pause_time": marks[1] - marks[0],
@@ -107,6 +114,16 @@ class WeightUpdater:
             "perf/update_weights_continue_time": marks[3] - marks[2],
             "perf/update_weights_bytes": float(sum(bucket.nbytes for bucket in self.buckets)),
         }
+
+    def _pause(self) -> None:
+        self.engines.call("/pause_generation", {"mode": self.pause_mode})
+        if self.pause_mode == "abort":
+            self.engines.flush_cache()
+        self.engines.call("/begin_weight_update", {})
+
+    def _resume(self) -> None:
+        self.engines.call("/end_weight_update", {})
+        self.engines.call("/continue_generation", {})
 
     def check(self) -> None:
         """Prove that an update reaches every parameter: snapshot, overwrite, update again, compare.

@@ -375,16 +375,20 @@ class TestDebug:
 
 
 class TestServices:
-    def test_weights_through_disk(self, setup, one_error, tmp_path):
-        disk = ("--update-weight-transport", "disk", "--update-weight-disk-dir", str(tmp_path))
-        apart = ("--rollout-num-gpus", "1")
-        assert "needs --update-weight-transport disk" in one_error("--update-weight-mode", "delta", *apart)
-        assert "has no effect without" in one_error("--update-weight-disk-dir", str(tmp_path), *apart)
-        assert "has no effect without" in one_error("--update-weight-delta-encoding", "overwrite", *apart)
-        assert "needs --update-weight-disk-dir" in one_error(*disk[:2], *apart)
-        assert "needs --update-weight-local" in one_error(*disk, "--update-weight-mode", "delta", *apart)
-        assert "pip install blake3" in one_error(*disk, "--update-weight-delta-checksum", "blake3", *apart)
-        assert "no effect under --colocate" in one_error(*disk, "--colocate")
+    def test_weights_through_disk(self, one_error, tmp_path):
+        directory = ("--update-weight-disk-dir", str(tmp_path))
+        disk = ("--update-weight-transport", "disk")
+        apart = {"colocate": False}
+        delta = ("--update-weight-mode", "delta")
+        gpus = ("--rollout-num-gpus", "1")
+        assert "needs --update-weight-transport disk" in one_error(*delta, *gpus, **apart)
+        assert "has no effect without" in one_error(*directory, *gpus, **apart)
+        assert "has no effect without" in one_error("--update-weight-delta-encoding", "overwrite", *gpus, **apart)
+        assert "needs --update-weight-disk-dir" in one_error(*disk, *gpus, **apart)
+        assert "needs --update-weight-local" in one_error(*disk, *directory, *delta, *gpus, **apart)
+        blake3 = ("--update-weight-delta-checksum", "blake3")
+        assert "pip install blake3" in one_error(*disk, *directory, *blake3, *gpus, **apart)
+        assert "no effect under --colocate" in one_error(*disk, *directory)
 
     def test_router_flags_belong_to_one_router(self, setup, one_error):
         middleware = ("--slime-router-middleware-paths", "tests.router.test_server.Shout")

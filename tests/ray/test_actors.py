@@ -1,5 +1,7 @@
 """Placement, engine actors and the session's waiting, on a real local Ray."""
 
+import subprocess
+import sys
 from argparse import Namespace
 
 import psutil
@@ -113,7 +115,13 @@ class TestWait:
     @pytest.fixture
     def session(self, tmp_path):
         args = Namespace(
-            run_dir=str(tmp_path), save=None, use_tensorboard=False, use_wandb=False, wandb_always_use_train_step=False
+            run_dir=str(tmp_path),
+            save=None,
+            loss_type="policy_loss",
+            phase_timeout_secs=None,
+            use_tensorboard=False,
+            use_wandb=False,
+            wandb_always_use_train_step=False,
         )
         return Session(args)
 
@@ -130,6 +138,25 @@ class TestWait:
                 if value == "fail":
                     raise KeyError("wrong key")
                 return value
+
+            def pid(self):
+                import os
+
+                return os.getpid()
+
+            def log_to(self, path):
+                from slime.observability import stacks
+                from slime.observability.run_dir import redirect_output
+
+                redirect_output(path)
+                stacks.dump_on_signal()
+
+            def stuck(self):
+                import os
+
+                from slime.utils.async_utils import run, wait_for_exit
+
+                run(wait_for_exit(os.getpid()))
 
             def die(self):
                 import os
@@ -154,6 +181,33 @@ class TestWait:
         session.guard(worker.work.remote("engine-0 was killed by SIGKILL", 0.3))
         with pytest.raises(RunError, match="engine-0 was killed"):
             session.wait(worker.work.remote(1, 100.0))
+
+    def test_events_are_handled_while_waiting(self, session, worker):
+        seen, values = [], iter([1, 2, 3])
+
+        def handle(value):
+            seen.append((value, session.wait(worker.work.remote("inside"))))
+
+        session.on_event(lambda: worker.work.remote(next(values), 0.2 if len(seen) < 2 else 100.0), handle)
+        assert session.wait(worker.work.remote("outside", 1.5)) == "outside"
+        assert seen == [(1, "inside"), (2, "inside")]
+
+    def test_a_stuck_phase_says_what_each_process_does(self, session, worker):
+        import ray
+
+        session.args.phase_timeout_secs = 1.0
+        ray.get(worker.log_to.remote(str(session.run_dir.log_file("train-0"))))
+        stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        session.track_memory({"train-0": ray.get(worker.pid.remote()), "engine-0": stopped.pid})
+        with session.metrics.phase("rollout 3/9: training"), pytest.raises(RunError) as caught:
+            session.wait(worker.stuck.remote())
+        stopped.kill()
+        stopped.wait()
+        message = str(caught.value)
+        assert "rollout 3/9: training has taken more than --phase-timeout-secs 1." in message
+        assert "train-0: run (slime/utils/async_utils.py" in message
+        assert "engine-0: no stacks of this kind of process" in message
+        assert session.wait(worker.work.remote(3)) == 3
 
     def test_a_dead_actor_is_named(self, session, worker):
         session.run_dir.log_file("train-0").write_text("the end of the log")

@@ -1,5 +1,6 @@
 """Reward functions of the system tests."""
 
+import asyncio
 import time
 
 
@@ -7,6 +8,12 @@ async def even_tokens(args, sample, **kwargs):
     """Share of even token ids: learnable, and different within a group."""
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
     return sum(token % 2 == 0 for token in response) / max(1, len(response))
+
+
+async def slowly_even_tokens(args, sample, **kwargs):
+    """As `even_tokens`, late enough for a test to act while a rollout is under way."""
+    await asyncio.sleep(0.5)
+    return await even_tokens(args, sample)
 
 
 async def hangs(args, sample, **kwargs):

@@ -150,9 +150,21 @@ def failures(rank, world_size, port, model_dir, urls, pid):
         if colocate:
             updater.close()
 
-    # A process that is gone.
-    os.kill(pid, signal.SIGKILL)
+    # An engine dies between two buckets; the others, which wait for the rest of it, serve with the next update.
+    send, sent = updater.transport.send, []
+
+    def send_then_kill(*bucket):
+        send(*bucket)
+        sent.append(bucket)
+        if len(sent) == 2:
+            os.kill(pid, signal.SIGKILL)
+
+    updater.transport.send = send_then_kill
+    version = updater.version
     out["gone"] = message_of(trainer.update_weights)
+    trainer.set_rollout_engines(urls[:1], [[0]])
+    trainer.update_weights()
+    out["served after"] = generate(urls[0])["meta_info"]["weight_version"], str(version + 1)
     return out
 
 
@@ -170,4 +182,5 @@ def test_failures_name_engine_and_weight(tiny_model_dir, servers):
             message = messages[f"{transport}: {kind}"]
             assert WEIGHT in message and "/weights_checker" in message and urls[0] in message, message
         assert messages[f"{transport}: serves"] == "2"
-    assert urls[1] in messages["gone"] and "/pause_generation" in messages["gone"]
+    assert urls[1] in messages["gone"] and "/update_weights_from_distributed" in messages["gone"]
+    assert messages["served after"][0] == messages["served after"][1]

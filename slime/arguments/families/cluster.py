@@ -70,8 +70,7 @@ FAMILY = Family(
         Flag(
             "--phase-timeout-secs",
             number,
-            help="Report what each process waits for when a phase takes longer.",
-            pending=pending.WATCHDOG,
+            help="End the run when it waits longer for one step, with what each process is doing. Default: never.",
         ),
     ),
 )

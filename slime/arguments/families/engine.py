@@ -91,29 +91,25 @@ FAMILY = Family(
         Flag(
             "--use-fault-tolerance",
             action=STORE_TRUE,
-            help="Check engines and restart failed ones.",
-            pending=pending.FAULT_TOLERANCE,
+            help="Check engines and restart failed ones. The rollout in flight goes on.",
         ),
         Flag(
             "--rollout-health-check-interval",
             number,
             30.0,
             "Seconds between checks.",
-            pending=pending.FAULT_TOLERANCE,
         ),
         Flag(
             "--rollout-health-check-timeout",
             number,
             30.0,
             "Seconds until a check fails.",
-            pending=pending.FAULT_TOLERANCE,
         ),
         Flag(
             "--rollout-health-check-first-wait",
             number,
             300.0,
             "Seconds before the first check.",
-            pending=pending.FAULT_TOLERANCE,
         ),
     ),
 )

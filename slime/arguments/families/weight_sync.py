@@ -1,6 +1,5 @@
 """From trainer to engines."""
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, function_path, integer, text
 
 FAMILY = Family(
@@ -32,9 +31,8 @@ FAMILY = Family(
             "--update-weight-mode",
             text,
             "full",
-            "Everything, or what changed.",
+            "Everything, or only what changed since the last version (through disk).",
             choices=("full", "delta"),
-            pending_choices={"delta": pending.DELTA_OR_DISK},
         ),
         Flag(
             "--update-weight-transport",
@@ -42,42 +40,40 @@ FAMILY = Family(
             "nccl",
             "Way to engines that share no device with a trainer: a process group (gloo on cpu), or files.",
             choices=("nccl", "disk"),
-            pending_choices={"disk": pending.DELTA_OR_DISK},
         ),
-        Flag("--update-weight-disk-dir", text, help="Shared directory.", pending=pending.DELTA_OR_DISK),
+        Flag(
+            "--update-weight-disk-dir",
+            text,
+            help="Directory that trainers and engines share; each version is published there as weight_v000001, ...",
+        ),
         Flag(
             "--update-weight-disk-keep-files",
             action=STORE_TRUE,
-            help="Keep the directories of full syncs.",
-            pending=pending.DELTA_OR_DISK,
+            help="Keep the directories of earlier full versions.",
         ),
         Flag(
             "--update-weight-delta-encoding",
             text,
             "xor",
-            "Encoding of deltas.",
+            "What a delta holds of a tensor that changed: its bytes XORed with the old ones, or the new ones.",
             choices=("xor", "overwrite"),
-            pending=pending.DELTA_OR_DISK,
         ),
         Flag(
             "--update-weight-delta-checksum",
             text,
             "xxh3-128",
-            "Digest of each tensor.",
+            "Digest of each tensor, compared by whoever pulls it.",
             choices=("xxh3-128", "blake3", "adler32"),
-            pending=pending.DELTA_OR_DISK,
         ),
         Flag(
             "--custom-update-weight-post-write-path",
             function_path,
-            help="hook(args, version_dir, rollout_engines), after a version is written.",
-            pending=pending.DELTA_OR_DISK,
+            help="hook(args, version_dir, rollout_engines), after a version is written; the engines are URLs.",
         ),
         Flag(
             "--update-weight-local-checkpoint-dir",
             text,
-            help="Local base directory of each host.",
-            pending=pending.DELTA_OR_DISK,
+            help="Directory on each engine's host that versions are pulled into before engines load them.",
         ),
     ),
 )

@@ -27,6 +27,7 @@ from slime.arguments.validation import (
     router,
     services,
     true_on_policy,
+    weight_sync,
 )
 
 _STEPS = (
@@ -43,10 +44,11 @@ _STEPS = (
     data.check,
     evaluation.complete,
     checkpoints.complete,
+    critic.complete,
     router.complete,
+    weight_sync.check,
     megatron.complete,
     services.complete,
-    critic.complete,
 )
 """In the order in which derived values build on each other."""
 

@@ -24,12 +24,13 @@ _POSITIVE_FLAGS = """
     log_probs_max_tokens_per_gpu over_sampling_batch_size num_epoch save_interval eval_interval
     n_samples_per_eval_prompt rollout_max_prompt_len rollout_max_response_len rollout_max_context_len
     rollout_temperature eval_max_prompt_len eval_max_response_len eval_max_context_len adam_eps
-    critic_num_nodes critic_num_gpus_per_node value_clip ref_update_interval
+    lora_rank lora_alpha critic_num_nodes critic_num_gpus_per_node value_clip ref_update_interval
     lr_decay_iters lr_wsd_decay_iters update_weight_buffer_size rm_timeout_secs
     tis_clip mis_upper_bound mis_veto_threshold
     sglang_context_length sglang_max_running_requests sglang_max_total_tokens sglang_page_size
     sglang_chunked_prefill_size sglang_server_concurrency sglang_router_request_timeout_secs
     slime_router_timeout slime_router_max_connections slime_router_health_check_failure_threshold
+    phase_timeout_secs rollout_health_check_interval rollout_health_check_timeout
     update_weights_interval
 """
 
@@ -45,8 +46,8 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_NOT_NEGATIVE_FLAGS.split(), _NOT_NEGATIVE),
     "lr_warmup_fraction": _UNIT,
     "gamma": _UNIT,
-    "adam_beta1": _BELOW_ONE,
     "lambd": _UNIT,
+    "adam_beta1": _BELOW_ONE,
     "adam_beta2": _BELOW_ONE,
     "rollout_top_p": _FRACTION,
     "eval_top_p": _FRACTION,

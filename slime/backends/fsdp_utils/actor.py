@@ -26,6 +26,7 @@ from slime.training.hooks import call_data_postprocess
 from slime.training.losses import LossOutput, compute_loss
 from slime.training.reducers import make_reducer
 from slime.training.rollout_data import RankData
+from slime.weight_sync.disk import DiskPublisher, DiskUpdater
 from slime.weight_sync.distributed import DistributedTransport
 from slime.weight_sync.engines import Engines
 from slime.weight_sync.tensor import TensorTransport
@@ -36,8 +37,11 @@ class FSDPTrainRayActor(FSDPTrainer):
     """Trains the policy and serves its weights."""
 
     def _copy_initial_weights(self, with_ref: bool) -> None:
-        self.weights = ShardedWeights(self.model, self.dtype, self.mesh, self.device)
+        self.weights = ShardedWeights(
+            self.model, self.dtype, self.mesh, self.device, self.lora.scale if self.lora else 1.0
+        )
         self.updater: WeightUpdater | None = None
+        self._publisher: DiskPublisher | None = None
         self._sent_at: int | None = None  # optimizer steps done at the last update
         self.reference: HostCopy | None = None
         if with_ref:
@@ -220,6 +224,10 @@ class FSDPTrainRayActor(FSDPTrainer):
         args = self.args
         engines = Engines(urls)
         size = args.update_weight_buffer_size
+        if args.update_weight_transport == "disk":
+            if self._publisher is None:
+                self._publisher = DiskPublisher(args, self.weights, self.rank, self.device)
+            return DiskUpdater(self._publisher, engines, version, args.update_weights_pause_mode)
         if args.colocate:
             transport = TensorTransport(engines, engine_slots, self.rank, self.device)
         else:

@@ -1,0 +1,59 @@
+"""Engines and routers that die or hang in mid-run: the run goes on, and every sample is trained on once."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.system.runs import TrainRun
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
+FLAGS = ["--use-fault-tolerance", "--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 4]
+FLAGS += ["--rollout-health-check-first-wait", 0, "--custom-rm-path", "tests.system.hooks.slowly_even_tokens"]
+
+
+def find(run, words) -> list[psutil.Process]:
+    return [p for p in run.processes() if any(words in word for word in p.cmdline())]
+
+
+def restarts(run) -> int:
+    return (run.path / "logs" / "rollout-manager.log").read_text().count("serves again at")
+
+
+def check_all_trained_once(run, rollouts):
+    assert run.gone_within(0)
+    assert [line["rollout_id"] for line in run.trained()] == list(range(rollouts))
+    assert sorted(i for line in run.trained() for i in line["sample_indices"]) == list(range(16 * rollouts))
+    # What restarted engines generated came from the trainers' weights.
+    assert max(m["train/train_rollout_logprob_abs_diff"] for m in run.metrics("train/step")) < 1e-5
+
+
+def test_two_engines_and_the_router(tmp_path, tiny_model_dir):
+    run = TrainRun(tmp_path, tiny_model_dir, *FLAGS, "--rollout-num-gpus", 2, "--num-rollout", 10)
+    run.wait_for(lambda: len(run.trained()) >= 1)
+    first, second = find(run, "slime.engine.server")
+    first.send_signal(signal.SIGKILL)
+    run.wait_for(lambda: restarts(run) == 1)
+    second.send_signal(signal.SIGSTOP)
+    run.wait_for(lambda: restarts(run) == 2)
+    done = len(run.trained())
+    os.kill(find(run, "slime.router.server")[0].pid, signal.SIGKILL)
+    run.wait_for(lambda: len(run.trained()) >= done + 1)
+    assert run.finish() == 0, run.stderr
+    check_all_trained_once(run, 10)
+
+
+def test_the_only_engine_under_colocation(tmp_path, tiny_model_dir):
+    """In mid-rollout the rollout waits for its return; while the trainer has the memory, the next sync does."""
+    run = TrainRun(tmp_path, tiny_model_dir, *FLAGS, "--colocate", "--num-rollout", 8)
+    log = run.path / "logs" / "driver.log"
+    run.wait_for(lambda: "rollout 2/8: generating ..." in (log.read_text() if log.exists() else ""))
+    find(run, "slime.engine.server")[0].kill()
+    run.wait_for(lambda: restarts(run) == 1)
+    run.wait_for(lambda: "rollout 4/8: training ..." in log.read_text())
+    for process in find(run, "ray::EmbeddedEngineActor"):
+        process.kill()
+    assert run.finish() == 0, run.stderr
+    assert "engine-0 restarted; serves again with the current weights" in run.stdout
+    check_all_trained_once(run, 8)
