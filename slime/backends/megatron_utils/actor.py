@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slime.backends.fsdp_utils import checks
 from slime.backends.fsdp_utils.checkpoint import Progress
 from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
-from slime.backends.fsdp_utils.metrics import memory_metrics, rollout_means, sum_over_ranks
+from slime.backends.fsdp_utils.metrics import memory_metrics, rollout_means, speed_metrics, sum_over_ranks
 from slime.backends.fsdp_utils.optimizer import schedule_from_args
 from slime.backends.megatron_utils import compat
 from slime.backends.megatron_utils.architecture import read_architecture
@@ -303,14 +303,9 @@ class MegatronTrainRayActor(TrainRayActor):
         return tensor == 0 and self.cp.rank == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0
 
     def _perf_metrics(self, data: RankData) -> dict[str, float]:
-        mine = {"tokens": torch.tensor(float(sum(data["total_lengths"])), dtype=torch.float64)}
-        tokens = sum_over_ranks(mine, self.dp_group, self.device)["tokens"]
-        out = {**self.timer.pop(), **memory_metrics(self.device)}
-        wait, train = out["perf/train_wait_time"], out["perf/train_time"]
-        out["perf/step_time"] = wait + train
-        out["perf/wait_time_ratio"] = wait / (wait + train)
-        out["perf/actor_train_tok_per_s"] = tokens / out["perf/actor_train_time"]
-        return out
+        times, lengths = self.timer.pop(), data["total_lengths"]
+        speed = speed_metrics(times, "actor", self.args.hf_checkpoint, lengths, self.dp_group, self.device)
+        return {**times, **speed, **memory_metrics(self.device)}
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
