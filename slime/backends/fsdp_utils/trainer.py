@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from slime.backends.fsdp_utils.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from slime.backends.fsdp_utils.host_memory import HostCopy
-from slime.backends.fsdp_utils.metrics import memory_metrics, sum_over_ranks
+from slime.backends.fsdp_utils.metrics import memory_metrics, speed_metrics, sum_over_ranks
 from slime.backends.fsdp_utils.model import InvariantPolicyModel, ModelOptions, PolicyModel, build_policy, local_tensor
 from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
 from slime.backends.fsdp_utils.trainable import select_trainable
@@ -183,14 +183,9 @@ class FSDPTrainer(TrainRayActor):
         return metrics
 
     def _perf_metrics(self, data: RankData) -> dict[str, float]:
-        mine = {"tokens": torch.tensor(float(sum(data["total_lengths"])), dtype=torch.float64)}
-        tokens = sum_over_ranks(mine, self.dp_group, self.device)["tokens"]
-        out = {**self.timer.pop(), **memory_metrics(self.device)}
-        wait, train = out["perf/train_wait_time"], out["perf/train_time"]
-        out["perf/step_time"] = wait + train
-        out["perf/wait_time_ratio"] = wait / (wait + train)
-        out[f"perf/{self.role}_train_tok_per_s"] = tokens / out[f"perf/{self.role}_train_time"]
-        return out
+        times, lengths = self.timer.pop(), data["total_lengths"]
+        speed = speed_metrics(times, self.role, self.args.hf_checkpoint, lengths, self.dp_group, self.device)
+        return {**times, **speed, **memory_metrics(self.device)}
 
     # -- checkpoints and memory ---------------------------------------------------------------------------------------
 
