@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from slime.utils.processing_utils import load_processor, load_tokenizer
@@ -39,6 +41,8 @@ class GenerateState:
         engines = max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
         self.concurrency = args.sglang_server_concurrency * engines
         self._semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+        self.dp_counts = [0] * attention_dp_size(args)
+        """Requests in flight per data-parallel attention rank of the engines."""
         self.rollout_id: int | None = None
         self.eval_rollout_id: int | None = None
         self.eval_datasets: dict[str, Any] = {}
@@ -61,6 +65,22 @@ class GenerateState:
             self._semaphores[loop] = asyncio.Semaphore(self.concurrency)
         return self._semaphores[loop]
 
+    @contextlib.contextmanager
+    def dp_rank_context(self) -> Iterator[int | None]:
+        """The attention rank with the fewest requests in flight, one more while inside; None for one rank alone.
+
+        It goes into a request as `routed_dp_rank`.
+        """
+        if len(self.dp_counts) == 1:
+            yield None
+            return
+        rank = self.dp_counts.index(min(self.dp_counts))
+        self.dp_counts[rank] += 1
+        try:
+            yield rank
+        finally:
+            self.dp_counts[rank] -= 1
+
     @functools.cached_property
     def tokenizer(self):
         return load_tokenizer(self.args.hf_checkpoint, self.args.trust_remote_code)
@@ -78,6 +98,12 @@ class GenerateState:
             task.group = group
             self.pendings.add(task)
         self.remaining_batch_size += len(groups)
+
+
+def attention_dp_size(args) -> int:
+    """Data-parallel attention ranks inside an engine; SGLang's own arguments exist where it is installed."""
+    given = vars(args)
+    return max(given.get("sglang_attn_dp_size") or 1, given.get("sglang_dp_size") or 1)
 
 
 def train_sampling_params(args) -> dict[str, Any]:

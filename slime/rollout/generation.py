@@ -55,7 +55,10 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         payload |= request_fields(sample.multimodal_inputs)
     headers = {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None
     try:
-        output = await post(f"{router_url(args)}/generate", payload, headers=headers)
+        with GenerateState(args).dp_rank_context() as dp_rank:
+            if dp_rank is not None:
+                payload["routed_dp_rank"] = dp_rank
+            output = await post(f"{router_url(args)}/generate", payload, headers=headers)
     except HttpError as error:
         raise RolloutError(
             f"the engine refused {describe(sample)} ({len(sample.tokens)} input tokens, {budget} new): "

@@ -192,8 +192,10 @@ class Sample:
 _SPEC_COUNTERS = {
     "spec_accept_token_num": "accepted_tokens",
     "spec_accepted_drafts": "accepted_tokens",
+    "spec_num_correct_drafts": "accepted_tokens",
     "spec_draft_token_num": "draft_tokens",
     "spec_proposed_drafts": "draft_tokens",
+    "spec_num_proposed_drafts": "draft_tokens",
     "spec_verify_ct": "verify_steps",
 }
 """SGLang's names of what it counts per request under speculative decoding, old and new."""

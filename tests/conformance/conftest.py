@@ -6,11 +6,13 @@ SLIME_TEST_SGLANG=0 leaves it out.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
 
 from slime.backends.sglang_utils.compat import installed_version
+from slime.backends.sglang_utils.cpu import complete_torchvision
 from tests.conformance.servers import SGLangServer
 from tests.engine.server_process import Background, EngineServer
 from tests.tiny_model import save_tiny_model
@@ -18,6 +20,9 @@ from tests.tiny_model import save_tiny_model
 ENGINES = ("embedded", "sglang")
 WANTED = os.environ.get("SLIME_TEST_SGLANG", "1" if installed_version() else "0") == "1"
 _servers: dict[str, EngineServer] = {}
+
+if WANTED and importlib.util.find_spec("torchvision"):
+    complete_torchvision()  # transformers imports it in this process, too
 
 
 def pytest_generate_tests(metafunc):

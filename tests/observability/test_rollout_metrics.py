@@ -97,7 +97,8 @@ def test_engine_reports_become_metrics():
         return {"completion_tokens": completion, "prompt_tokens": 10, "cached_tokens": cached, **spec}
 
     old = {"spec_accept_token_num": 6, "spec_draft_token_num": 12, "spec_verify_ct": 4, "spec_accept_rate": 0.5}
-    new = {"spec_accepted_drafts": 3, "spec_proposed_drafts": 6, "spec_verify_ct": 2}
+    new = {"spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 6, "spec_verify_ct": 2}
+    new |= {"spec_accepted_drafts": 3, "spec_proposed_drafts": 6}  # the newest release has these no longer
     one, two = Sample(reward=1.0), Sample(reward=0.0)
     one.append_response_tokens(None, tokens=[1] * 10, meta_info=reply(10, 0, **old))
     one.append_response_tokens(None, tokens=[7] * 4, trainable=False)

@@ -315,3 +315,16 @@ def test_partial_rollout_with_a_bound_waits_for_what_is_due(cluster_of, rollout_
         assert sorted(seen + waiting) == list(range(source.sample_index))
         oldest[limit] = max(ages)
     assert oldest[1] <= 1 < oldest[None]
+
+
+def test_requests_go_to_the_attention_rank_with_the_fewest_in_flight(cluster_of, rollout_args):
+    """Eight at once over four ranks: two each; nothing stays counted."""
+    cluster = cluster_of()
+    args = rollout_args(custom_rm_path=HOOKS + "reward_parity")
+    args.sglang_dp_size = 4  # one of SGLang's own arguments, which exist where it is installed
+    run(args, cluster)
+    assert sorted(request["routed_dp_rank"] for request in cluster.requests) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert GenerateState(args).dp_counts == [0] * 4
+    alone = cluster_of()
+    run(rollout_args(custom_rm_path=HOOKS + "reward_parity"), alone)
+    assert all("routed_dp_rank" not in request for request in alone.requests)

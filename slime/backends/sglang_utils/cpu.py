@@ -1,8 +1,8 @@
 """What stock SGLang lacks on a machine without a GPU, and the flags with which it runs there.
 
 SGLang imports two packages at start whose PyPI wheels need CUDA, although nothing of them is called on this path:
-sgl_kernel, and torchvision (for images). Where they are not installed, stand-ins let SGLang be imported. On a GPU
-machine nothing here has any effect.
+sgl_kernel, and torchvision (for images). Where they are not installed, stand-ins let SGLang be imported; a torchvision
+for CUDA is completed instead (releases up to 0.5.20 need one). On a GPU machine nothing here has any effect.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
@@ -60,6 +61,7 @@ def install_shims() -> None:
         return
     sys.modules["sgl_kernel"] = StandIn("sgl_kernel", suffix="_cpu")
     if importlib.util.find_spec("torchvision") is not None:
+        complete_torchvision()
         return
     from transformers.utils import is_torchvision_available
 
@@ -69,3 +71,16 @@ def install_shims() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
+
+
+def complete_torchvision() -> None:
+    """Declare the operators that torchvision's Python part refers to, where its CUDA library cannot be loaded."""
+    import torch
+
+    library = next(Path(importlib.util.find_spec("torchvision").origin).parent.glob("_C*.so"))
+    try:
+        torch.ops.load_library(library)
+    except OSError:
+        for name in ("nms", "qnms"):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{name}", schema)
