@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slime.backends.megatron_utils import compat
 from slime.backends.megatron_utils.hf_files import HFTensors
 from tests.backends.megatron.families import save_family
 from tests.backends.megatron.worlds import parameters_of, start_trainer, stop_trainer, train_rollout
@@ -23,6 +24,13 @@ TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CHANGES = {"EP2 -> EP2": (EP2, EP2), "TP2 -> PP2": (TP2SP, PP2), "PP2 -> DP2": (PP2, {})}
+
+STAND_INS = {
+    "Tensor.cuda",
+    "Tensor.type",
+    "device argument",
+    "device=",
+}
 
 
 def runs(rank, world_size, port, path, root):
@@ -62,6 +70,7 @@ def runs(rank, world_size, port, path, root):
         }
         stop_trainer()
     dist.destroy_process_group()
+    results["stand-ins"] = set(compat.hits)
     return results
 
 
@@ -87,3 +96,9 @@ def test_the_export_holds_every_tensor_bit_for_bit(results):
     exported = results[0]["PP2 -> DP2"]["exported"]
     assert all(exported.values())
     assert set(exported) == set(results[0]["uninterrupted"])
+
+
+@pytest.mark.integration
+def test_exactly_these_stand_ins_for_cuda_are_needed(results):
+    """A new release of megatron-core that wants more or less of them shows here."""
+    assert results[0]["stand-ins"] == STAND_INS

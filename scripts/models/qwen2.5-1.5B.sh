@@ -1,0 +1,18 @@
+# Architecture of qwen2.5-1.5B under Megatron's names. Optional: it follows from --hf-checkpoint and is checked against it.
+MODEL_ARGS=(
+    --num-layers 28
+    --hidden-size 1536
+    --ffn-hidden-size 8960
+    --num-attention-heads 12
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 128
+    --swiglu
+    --disable-bias-linear
+    --add-qkv-bias
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --vocab-size 151936
+)

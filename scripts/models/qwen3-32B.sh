@@ -1,0 +1,19 @@
+# Architecture of qwen3-32B under Megatron's names. Optional: it follows from --hf-checkpoint and is checked against it.
+MODEL_ARGS=(
+    --num-layers 64
+    --hidden-size 5120
+    --ffn-hidden-size 25600
+    --num-attention-heads 64
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --swiglu
+    --disable-bias-linear
+    --qk-layernorm
+    --normalization RMSNorm
+    --norm-epsilon 1e-06
+    --use-rotary-position-embeddings
+    --rotary-base 1000000
+    --vocab-size 151936
+    --untie-embeddings-and-output-weights
+)

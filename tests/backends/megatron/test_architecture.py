@@ -1,0 +1,94 @@
+"""Published configurations, the model scripts, and what contradicts them."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slime.arguments.entry import load_args
+from slime.arguments.problems import ConfigError
+from slime.backends.megatron_utils.architecture import UnsupportedModelError, architecture_of
+from tests.backends.megatron.published import CONFIGS
+
+pytestmark = pytest.mark.unit
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "models"
+
+
+def script_words(name: str) -> list[str]:
+    command = f'source "{SCRIPTS / name}.sh"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
+
+
+def problems(tmp_path, config: dict, *flags: str) -> str:
+    """What is wrong with these flags for a model with this config.json; empty if nothing."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    argv = f"--hf-checkpoint {tmp_path} --device cpu --train-backend megatron --debug-train-only --num-rollout 1"
+    argv += " --load-debug-rollout-data none_{rollout_id}.pt --rollout-batch-size 8 --actor-num-gpus-per-node 8"
+    try:
+        load_args([*argv.split(), *flags])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_every_script_has_its_published_numbers():
+    assert {path.stem for path in SCRIPTS.glob("*.sh")} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_script_describes_the_published_model(tmp_path, name):
+    words = script_words(name)
+    assert problems(tmp_path, CONFIGS[name], *words) == ""
+    for flag in ("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--vocab-size"):
+        assert flag in words
+    wrong = [str(int(word) + 1) if words[i - 1] == "--hidden-size" else word for i, word in enumerate(words)]
+    assert "--hidden-size" in problems(tmp_path, CONFIGS[name], *wrong)
+
+
+def test_every_difference_is_named(tmp_path):
+    text = problems(tmp_path, CONFIGS["qwen3-4B"], *script_words("qwen2.5-7B"))
+    flags = ("--num-layers 28", "--hidden-size 3584", "--num-query-groups 4", "--vocab-size 152064", "--add-qkv-bias")
+    for flag in (*flags, "--untie-embeddings-and-output-weights"):
+        assert f"{flag}: contradicts --hf-checkpoint" in text
+
+
+def test_derived_numbers_of_deepseek_v3():
+    architecture = architecture_of(CONFIGS["deepseek-v3"])
+    assert architecture.moe_layers == [False] * 3 + [True] * 58
+    assert (architecture["rotary_scaling_factor"], architecture["mscale_all_dim"]) == (40, 1.0)
+    assert architecture["moe_shared_expert_intermediate_size"] == 2048
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(changes, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        architecture_of(CONFIGS["qwen3-4B"] | changes)
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--tensor-model-parallel-size 3", "must divide the 8 trainer GPUs"),
+        ("--tensor-model-parallel-size 8", "4 key/value heads"),
+        ("--tensor-model-parallel-size 2", "--sequence-parallel"),
+        ("--pipeline-model-parallel-size 5", "48 layers"),
+        ("--expert-model-parallel-size 3", "128 experts"),
+        ("--expert-model-parallel-size 16", "8 GPUs of a pipeline stage"),
+        ("--recompute-granularity full", "--recompute-method"),
+        ("--recompute-method uniform", "--recompute-granularity full"),
+        ("--advantage-estimator ppo", "not available yet with --train-backend megatron"),
+        ("--virtual-pipeline-model-parallel-size 2", "not available yet"),
+    ],
+)
+def test_rules_of_ranks(tmp_path, flags, named):
+    assert named in problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split())
