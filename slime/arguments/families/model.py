@@ -1,7 +1,7 @@
 """The trained model and its trainer."""
 
 from slime.arguments import pending
-from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, text
+from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, number, text
 
 _OTHER_ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
 
@@ -89,5 +89,20 @@ FAMILY = Family(
             nargs="*",
             help="Regular expressions of parameters to freeze.",
         ),
+        Flag(
+            "--lora-rank",
+            integer,
+            help="Train low-rank adapters of this rank (LoRA, by peft) instead of the weights. Checkpoints hold the "
+            "adapters alone; engines and --save-hf get merged weights.",
+        ),
+        Flag("--lora-alpha", number, help="Adapters are scaled by this / --lora-rank. Default: 2 x --lora-rank."),
+        Flag(
+            "--lora-target-modules",
+            text,
+            ["all-linear"],
+            "Modules that get adapters, by the ends of their names; all-linear: every linear layer but the output.",
+            nargs="+",
+        ),
+        Flag("--lora-exclude-modules", text, nargs="*", help="Modules without adapters among the target modules."),
     ),
 )

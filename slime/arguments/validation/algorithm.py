@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from argparse import Namespace
@@ -39,6 +40,7 @@ def complete(args: Namespace, problems: Problems) -> None:
     _check_schedule(args, problems)
     _complete_distillation(args, problems)
     _check_copies(args, problems)
+    _complete_lora(args, problems)
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
         problems.add(
             "--advantage-estimator",
@@ -156,6 +158,25 @@ def _complete_distillation(args: Namespace, problems: Problems) -> None:
                 "must mean the same",
                 "choose a teacher of the same model family",
             )
+
+
+def _complete_lora(args: Namespace, problems: Problems) -> None:
+    if args.lora_rank is None:
+        for flag, value in (("--lora-alpha", args.lora_alpha), ("--lora-exclude-modules", args.lora_exclude_modules)):
+            if value is not None:
+                problems.add(flag, value, "has no effect without --lora-rank", "add --lora-rank")
+        return
+    if args.lora_alpha is None:
+        args.lora_alpha = 2.0 * args.lora_rank
+    if importlib.util.find_spec("peft") is None:
+        problems.add("--lora-rank", args.lora_rank, "needs the package peft", "pip install 'slime[lora]'")
+    if args.true_on_policy_mode:
+        problems.add(
+            "--lora-rank",
+            args.lora_rank,
+            "excludes --true-on-policy-mode: engines have merged weights, the trainer adapters beside them",
+            "leave one of the two out",
+        )
 
 
 def _check_copies(args: Namespace, problems: Problems) -> None:

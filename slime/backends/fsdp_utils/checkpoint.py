@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from slime.backends.fsdp_utils.lora import has_adapters
 from slime.backends.fsdp_utils.model import PolicyModel
 from slime.backends.fsdp_utils.optimizer import Optimizer
 
@@ -43,6 +44,16 @@ class Progress:
     """Micro-batches trained on."""
     weight_version: int = 0
     """Updates sent to the engines."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What some runs keep beside weights and optimizer."""
+
+    reference: Callable[[], AbstractContextManager] | None = None
+    """A context in which the model holds the weights of a reference that moves."""
+    adapter: Callable[[Path], None] | None = None
+    """Writes adapters in peft's format; collective."""
 
 
 def latest_checkpoint(root: str | None, step: int | None = None) -> Path | None:
@@ -70,25 +81,26 @@ def save_checkpoint(
     policy: PolicyModel,
     optimizer: Optimizer | None,
     progress: Progress,
-    reference: Callable[[], AbstractContextManager] | None = None,
+    extras: Extras | None = None,
 ) -> None:
     """Write the checkpoint of `rollout_id`; collective over all ranks.
 
     Args:
         optimizer: None saves weights only.
-        reference: a context in which the model holds the weights of a reference that moves; it is saved with it.
-
     Raises:
         CheckpointError: on every rank when one fails (disk full, ...). The previous checkpoint stays valid.
     """
     iteration = rollout_id + 1
+    extras = extras or Extras()
     rng = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(rng_state(), rng, dst=0)
 
     def write(path: Path) -> None:
         dcp.save({"model_state": {"model": model_state(policy)}}, checkpoint_id=path / "model")
-        if reference is not None:
-            with reference():
+        if extras.adapter is not None:
+            extras.adapter(path / "adapter")
+        if extras.reference is not None:
+            with extras.reference():
                 dcp.save({"model_state": {"model": model_state(policy)}}, checkpoint_id=path / "reference")
         if optimizer is not None:
             state = {"optim_state": {"optim": {"state": optimizer.state_by_name()}}}
@@ -226,8 +238,10 @@ def _sync(path: Path) -> None:
 
 
 def model_state(policy: PolicyModel) -> dict[str, torch.Tensor]:
-    """Parameters by Hugging Face name, sharing memory with the model."""
-    return {name: parameter.detach() for name, parameter in policy.hf_parameters().items()}
+    """Parameters by name, sharing memory with the model. With adapters only what is trained: the base has its own."""
+    parameters = policy.hf_parameters()
+    adapters_only = has_adapters(parameters)
+    return {name: p.detach() for name, p in parameters.items() if p.requires_grad or not adapters_only}
 
 
 def rng_state() -> dict[str, Any]:

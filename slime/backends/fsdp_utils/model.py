@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from slime.backends.fsdp_utils.lora import LoraOptions, add_adapters
 from slime.modeling.attention import AttentionContext, PackedSequences
 from slime.modeling.batch_invariant import InvariantSequences, invariant_log_probs, make_batch_invariant
 from slime.modeling.context_parallel import ShardedSequences
@@ -153,6 +154,8 @@ class ModelOptions:
     trust_remote_code: bool = False
     batch_invariant: bool = False
     """Build an `InvariantPolicyModel`."""
+    lora: LoraOptions | None = None
+    """Train adapters instead of the weights."""
 
 
 class InvariantPolicyModel(PolicyModel):
@@ -215,12 +218,16 @@ def build_policy(
     """
     if mesh.size() == 1 and options.compute_dtype == options.param_dtype and not options.cpu_offload:
         model = load_causal_lm(options.path, options.param_dtype, device, options.trust_remote_code)
+        if options.lora is not None:
+            add_adapters(model, options.lora, options.compute_dtype)
         return wrap(model, options.gradient_checkpointing, cp)
 
     if mesh.get_rank() == 0:
         model = load_causal_lm(options.path, options.param_dtype, "cpu", options.trust_remote_code)
     else:
         model = empty_causal_lm(options.path, options.param_dtype, options.trust_remote_code)
+    if options.lora is not None:
+        add_adapters(model, options.lora, options.compute_dtype)
     policy = wrap(model, options.gradient_checkpointing, cp)
     shard = partial(
         fully_shard,
@@ -278,6 +285,12 @@ def _materialize(unit: nn.Module, mesh: DeviceMesh, device: torch.device, done: 
             setattr(module, name, new[parameter])
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             module._buffers[name] = fetch(buffer)
+
+
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """All of a parameter; collective over the ranks that share it."""
+    data = parameter.detach()
+    return data.full_tensor() if isinstance(data, DTensor) else data
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:

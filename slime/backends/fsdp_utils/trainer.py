@@ -7,16 +7,25 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.fsdp_utils.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from slime.backends.fsdp_utils.checkpoint import Extras, Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from slime.backends.fsdp_utils.host_memory import HostCopy
+from slime.backends.fsdp_utils.lora import LoraOptions, write_adapter
 from slime.backends.fsdp_utils.metrics import memory_metrics, speed_metrics, sum_over_ranks
-from slime.backends.fsdp_utils.model import InvariantPolicyModel, ModelOptions, PolicyModel, build_policy, local_tensor
+from slime.backends.fsdp_utils.model import (
+    InvariantPolicyModel,
+    ModelOptions,
+    PolicyModel,
+    build_policy,
+    full_tensor,
+    local_tensor,
+)
 from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
 from slime.backends.fsdp_utils.trainable import select_trainable
 from slime.observability.timer import Timer
@@ -50,6 +59,14 @@ class FSDPTrainer(TrainRayActor):
         self._split_world(args.context_parallel_size)
         self.dtype = getattr(torch, args.dtype)
 
+        self.lora: LoraOptions | None = None
+        if args.lora_rank is not None:
+            self.lora = LoraOptions(
+                args.lora_rank,
+                args.lora_alpha,
+                tuple(args.lora_target_modules),
+                tuple(args.lora_exclude_modules or ()),
+            )
         self.model = self._build(args.ref_load or args.hf_checkpoint)
         select_trainable(self.model.hf_parameters(), args.only_train_params_name_list, args.freeze_params_name_list)
         parameters = list(self.model.parameters())
@@ -88,6 +105,7 @@ class FSDPTrainer(TrainRayActor):
             gradient_checkpointing=args.gradient_checkpointing,
             cpu_offload=args.fsdp_cpu_offload,
             trust_remote_code=args.trust_remote_code,
+            lora=self.lora,
             batch_invariant=args.true_on_policy_mode,
         )
 
@@ -206,7 +224,15 @@ class FSDPTrainer(TrainRayActor):
         args = self.args
         if args.save is not None:
             optimizer = None if args.no_save_optim else self.optimizer
-            save_checkpoint(args.save, rollout_id, self.model, optimizer, self.progress, self._reference_to_save())
+            extras = Extras(self._reference_to_save(), self._write_adapter if self.lora is not None else None)
+            save_checkpoint(args.save, rollout_id, self.model, optimizer, self.progress, extras)
+
+    def _write_adapter(self, directory: Path) -> None:
+        """The adapters as peft reads them; collective."""
+        parameters = {name: p for name, p in self.model.hf_parameters().items() if ".lora_" in name}
+        full = {name: full_tensor(p) for name, p in parameters.items()}
+        if self.rank == 0:
+            write_adapter(directory, {name: p.cpu() for name, p in full.items()}, self.lora, self.args.hf_checkpoint)
 
     def _reference_to_save(self) -> Callable[[], AbstractContextManager] | None:
         """A context in which the model holds the reference, when that cannot be found elsewhere."""

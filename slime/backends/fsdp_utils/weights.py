@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from slime.backends.fsdp_utils.lora import split_adapters
 from slime.backends.fsdp_utils.model import PolicyModel, local_tensor
 from slime.weight_sync.buckets import TensorSpec
 
@@ -24,10 +25,14 @@ class ShardedWeights:
         dtype: what floating-point weights are sent as.
         mesh: the trainer's ranks.
         device: where the transport's buckets live.
+        scale: of adapters, if there are any; they are merged on the way.
     """
 
-    def __init__(self, policy: PolicyModel, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device):
-        self.parameters = policy.hf_parameters()
+    def __init__(
+        self, policy: PolicyModel, dtype: torch.dtype, mesh: DeviceMesh, device: torch.device, scale: float = 1.0
+    ):
+        self.parameters, self.adapters = split_adapters(policy.hf_parameters())
+        self.scale = scale
         self.dtype = dtype
         self.mesh = mesh
         self.device = device
@@ -37,7 +42,30 @@ class ShardedWeights:
 
     @torch.no_grad()
     def gather(self, specs: Sequence[TensorSpec], out: Sequence[torch.Tensor] | None) -> None:
-        parameters = [self.parameters[spec.name] for spec in specs]
+        plain = [i for i, spec in enumerate(specs) if spec.name not in self.adapters]
+        if plain:
+            targets = None if out is None else [out[i] for i in plain]
+            self._gather([self.parameters[specs[i].name] for i in plain], targets, self.dtype)
+        for i, spec in enumerate(specs):
+            if spec.name in self.adapters:
+                self._merge(spec, None if out is None else out[i])
+
+    def _merge(self, spec: TensorSpec, out: torch.Tensor | None) -> None:
+        """The weight with its adapter, added in fp32 or better."""
+        adapter = self.adapters[spec.name]
+        parts = [self.parameters[spec.name], adapter.a, adapter.b]
+        dtype = torch.promote_types(torch.float32, adapter.a.dtype)
+        full = None
+        if out is not None:
+            full = [torch.empty(tuple(p.shape), dtype=dtype, device=self.device) for p in parts]
+        self._gather(parts, full, dtype)
+        if out is not None:
+            base, a, b = full
+            out.copy_(base.addmm_(b, a, alpha=self.scale))
+
+    def _gather(
+        self, parameters: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None, dtype: torch.dtype
+    ) -> None:
         world = self.mesh.size()
         if world == 1 or not isinstance(parameters[0], DTensor):
             if out is not None:
@@ -46,13 +74,13 @@ class ShardedWeights:
             return
         # Rank r holds rows [r * chunk, (r + 1) * chunk), so the ranks' padded parts, one behind the other, are the
         # tensor with the padding at its end.
-        parts = [-(-spec.shape[0] // world) * (spec.numel // max(1, spec.shape[0])) for spec in specs]
-        mine = torch.empty(sum(parts), dtype=self.dtype, device=self.device)
+        parts = [-(-p.shape[0] // world) * (p.numel() // max(1, p.shape[0])) for p in parameters]
+        mine = torch.empty(sum(parts), dtype=dtype, device=self.device)
         local = [local_tensor(p).reshape(-1) for p in parameters]
         targets = [view[: piece.numel()] for view, piece in zip(mine.split(parts), local, strict=True)]
         torch._foreach_copy_(targets, local, non_blocking=True)
         self._settle()
-        everyone = torch.empty(world * mine.numel(), dtype=self.dtype, device=self.device)
+        everyone = torch.empty(world * mine.numel(), dtype=dtype, device=self.device)
         _all_gather(everyone, mine, group=self.mesh.get_group())
         if out is None:
             return
