@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from slime.training.kept_tokens import KeptTokens
+
 
 @dataclass
 class MicroBatch:
@@ -45,6 +47,8 @@ class MicroBatch:
     returns: torch.Tensor | None = None
     opd_reverse_kl: torch.Tensor | None = None
     """[R]; old - teacher log-prob, under on-policy distillation."""
+    kept: KeptTokens | None = None
+    """Of the R response tokens, under top-p replay."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Per-sample lists that hooks may read (metadata, prompt, ...)."""
 

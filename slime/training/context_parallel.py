@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from slime.training.batch import MicroBatch
+from slime.training.kept_tokens import KeptTokens
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class LocalRow:
     num_response_tokens: int
     """R."""
     cp: ContextParallel
+    kept: KeptTokens | None
+    """Of the K response tokens, under top-p replay."""
 
     def slice(self, x_R: torch.Tensor) -> torch.Tensor:
         """The rank's part [K] of values of all response tokens."""
@@ -156,7 +159,7 @@ def local_row(mb: MicroBatch, cp: ContextParallel = ALONE) -> LocalRow:
         lengths.append(sum(end - start for start, end in spans))
         sequence_start += total
         response_start += count
-    source_T = torch.cat(source).to(device)
+    source_T, response_K = torch.cat(source).to(device), torch.cat(response)
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     cu_seqlens[1:] = torch.tensor(lengths, dtype=torch.int32).cumsum(0) * cp.size
     return LocalRow(
@@ -166,9 +169,10 @@ def local_row(mb: MicroBatch, cp: ContextParallel = ALONE) -> LocalRow:
         cu_seqlens=cu_seqlens.to(device),
         rows=torch.cat(rows).to(device),
         labels=mb.tokens[torch.cat(labels).to(device)],
-        response=torch.cat(response).to(device),
+        response=response_K.to(device),
         num_response_tokens=response_start,
         cp=cp,
+        kept=None if mb.kept is None else mb.kept.select(response_K),
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from slime.training.kept_tokens import KeptTokens
+
 CHUNK_ELEMENTS = 2**27
 """Default size of a chunk of logits (rows x vocabulary): 512 MiB in fp32."""
 
@@ -22,6 +24,7 @@ def token_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     chunk_size: int | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log softmax(logits / temperature)[target] and entropy per row, from the hidden states that predict the targets.
 
@@ -36,13 +39,22 @@ def token_log_probs(
         with_entropy: also return -sum p log p of the temperature-scaled distribution.
         entropy_grad: the entropy has a gradient. Off, it costs nothing in backward.
         chunk_size: rows per chunk; None or below 1 picks it by the vocabulary (`CHUNK_ELEMENTS`).
+        kept: top-p replay: each row's distribution is renormalised over these tokens and its target.
 
     Returns:
         log_probs [R] and entropy [R] (None without `with_entropy`), fp32.
     """
     chunk_size = _chunk_rows(chunk_size, weight_VD.shape[0])
     log_probs, entropy = _HeadLogProbs.apply(
-        hidden_RD, weight_VD, bias, targets_R, temperature, with_entropy, with_entropy and entropy_grad, chunk_size
+        hidden_RD,
+        weight_VD,
+        bias,
+        targets_R,
+        temperature,
+        with_entropy,
+        with_entropy and entropy_grad,
+        chunk_size,
+        kept,
     )
     return log_probs, entropy if with_entropy else None
 
@@ -54,11 +66,12 @@ def log_probs_from_logits(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     chunk_size: int | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`token_log_probs` where the logits are there already; they are kept in their dtype only."""
     chunk_size = _chunk_rows(chunk_size, logits_RV.shape[1])
     log_probs, entropy = _LogitsLogProbs.apply(
-        logits_RV, targets_R, temperature, with_entropy, with_entropy and entropy_grad, chunk_size
+        logits_RV, targets_R, temperature, with_entropy, with_entropy and entropy_grad, chunk_size, kept
     )
     return log_probs, entropy if with_entropy else None
 
@@ -79,6 +92,10 @@ def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     if temperature != 1.0:
         logits = logits.to(dtype, copy=True).div_(temperature)
     return torch.log_softmax(logits, -1, dtype=dtype)
+
+
+def _restricted(logits: torch.Tensor, kept: KeptTokens | None, rows: slice, targets: torch.Tensor) -> torch.Tensor:
+    return logits if kept is None else kept.restrict(logits, rows.start, targets[rows])
 
 
 def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out) -> None:
@@ -117,14 +134,14 @@ def _chunks(rows: int, size: int) -> list[slice]:
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size):
+    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size, kept):
         log_probs, entropy = _outputs(hidden, with_entropy)
         for rows in _chunks(hidden.shape[0], chunk_size):
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            logits = _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), kept, rows, targets)
             out = entropy[rows] if with_entropy else None
             _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.temperature, ctx.entropy_grad, ctx.chunk_size = temperature, entropy_grad, chunk_size
+        ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -139,7 +156,7 @@ class _HeadLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=dtype) if want_bias else None
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
             grad = _backward_chunk(
-                torch.nn.functional.linear(hidden[rows], weight, bias),
+                _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), ctx.kept, rows, targets),
                 targets[rows],
                 ctx.temperature,
                 grad_log_probs[rows],
@@ -157,7 +174,7 @@ class _HeadLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if want_bias:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -172,13 +189,15 @@ def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, temperature, with_entropy, entropy_grad, chunk_size):
+    def forward(ctx, logits, targets, temperature, with_entropy, entropy_grad, chunk_size, kept):
         log_probs, entropy = _outputs(logits, with_entropy)
         for rows in _chunks(logits.shape[0], chunk_size):
             out = entropy[rows] if with_entropy else None
-            _forward_chunk(logits[rows], targets[rows], temperature, log_probs[rows], out)
+            _forward_chunk(
+                _restricted(logits[rows], kept, rows, targets), targets[rows], temperature, log_probs[rows], out
+            )
         ctx.save_for_backward(logits, targets, entropy)
-        ctx.temperature, ctx.entropy_grad, ctx.chunk_size = temperature, entropy_grad, chunk_size
+        ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -189,11 +208,11 @@ class _LogitsLogProbs(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits.shape[0], ctx.chunk_size):
             grad_logits[rows] = _backward_chunk(
-                logits[rows],
+                _restricted(logits[rows], ctx.kept, rows, targets),
                 targets[rows],
                 ctx.temperature,
                 grad_log_probs[rows],
                 entropy[rows] if ctx.entropy_grad else None,
                 grad_entropy[rows] if ctx.entropy_grad else None,
             )
-        return grad_logits, None, None, None, None, None
+        return grad_logits, None, None, None, None, None, None

@@ -25,6 +25,8 @@ TOKEN_DTYPES = {
     "rollout_log_probs": np.float32,
     "teacher_log_probs": np.float32,
 }
+# Lists with a length of their own.
+OTHER_DTYPES = {"rollout_top_p_token_ids": np.int32, "rollout_top_p_token_offsets": np.int64}
 # Facts about the schedule rather than about a sample.
 PART_KEYS = ("micro_batches", "num_rollouts", "num_tokens", "denominators")
 
@@ -96,11 +98,12 @@ def _checked_columns(batch: dict[str, list]) -> dict[str, list]:
             continue
         if len(values) != count:
             raise ValueError(f"rollout batch: {key!r} has {len(values)} entries for {count} samples")
-        if key in TOKEN_DTYPES:
+        if key in TOKEN_DTYPES or key in OTHER_DTYPES:
             missing = [i for i, value in enumerate(values) if value is None]
             if missing:
                 raise ValueError(f"rollout batch: {key!r} is None for samples {missing[:8]}, but not for all")
-            values = [np.asarray(value, dtype=TOKEN_DTYPES[key]) for value in values]
+            dtype = TOKEN_DTYPES.get(key) or OTHER_DTYPES[key]
+            values = [np.asarray(value, dtype=dtype) for value in values]
         columns[key] = values
     for i in range(count):
         total, response = batch["total_lengths"][i], batch["response_lengths"][i]
@@ -113,6 +116,13 @@ def _checked_columns(batch: dict[str, list]) -> dict[str, list]:
         for key in TOKEN_DTYPES.keys() - {"tokens"}:
             if key in columns and len(columns[key][i]) != response:
                 raise ValueError(f"sample {i}: {len(columns[key][i])} {key}, but response_length {response}")
+        if "rollout_top_p_token_offsets" in columns:
+            offsets, ids = (columns[f"rollout_top_p_token_{name}"][i] for name in ("offsets", "ids"))
+            if len(offsets) != response + 1 or offsets[-1] != len(ids):
+                raise ValueError(
+                    f"sample {i}: rollout_top_p_token_offsets must be {response + 1} numbers from 0 to {len(ids)}, "
+                    "the count of rollout_top_p_token_ids"
+                )
         if not np.isin(columns["loss_masks"][i], (0, 1)).all():
             raise ValueError(f"sample {i}: loss_mask values must be 0 or 1")
     return columns
@@ -182,6 +192,7 @@ class RankData:
         import torch
 
         from slime.training.batch import MicroBatch
+        from slime.training.kept_tokens import KeptTokens
 
         samples = self.steps[step][index]
         taken = {key: [column[i] for i in samples] for key, column in self._columns.items()}
@@ -198,6 +209,7 @@ class RankData:
             values = taken.pop(key)
             return torch.cat(values).to(device) if values else torch.zeros(0, device=device)
 
+        kept_ids, kept_offsets = (taken.pop(f"rollout_top_p_token_{key}", None) for key in ("ids", "offsets"))
         return MicroBatch(
             tokens=torch.cat(tokens).long().to(device),
             position_ids=torch.cat([torch.arange(n) for n in sequences]).to(device),
@@ -217,5 +229,6 @@ class RankData:
             advantages=flat("advantages"),
             returns=flat("returns"),
             opd_reverse_kl=flat("opd_reverse_kl"),
+            kept=None if kept_ids is None else KeptTokens.join(kept_ids, kept_offsets, device),
             extra=taken,
         )

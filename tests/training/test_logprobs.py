@@ -1,6 +1,9 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
+from slime.training.kept_tokens import KeptTokens
 from slime.training.logprobs import log_probs_from_logits, token_log_probs
 from tests.training import reference
 
@@ -136,3 +139,58 @@ def test_backward_holds_no_full_logits():
         (log_probs.sum() + entropy.sum()).backward()
     largest = max(event.cpu_memory_usage for event in profile.function_events)
     assert largest <= 3 * chunk * vocab * 4, largest
+
+
+def kept_tokens(rows=7, vocab=11, seed=0):
+    """Random sets (one is empty), as lists and as the trainer has them."""
+    generator = torch.Generator().manual_seed(seed)
+    sets = [torch.randperm(vocab, generator=generator)[: r % 5].tolist() for r in range(rows)]
+    offsets = torch.tensor([0] + [len(s) for s in sets]).cumsum(0)
+    return sets, KeptTokens(torch.tensor([i for s in sets for i in s]), offsets)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_size", [1, 3, None])
+def test_top_p_replay_renormalises_over_the_kept_tokens_and_the_target(temperature, chunk_size):
+    (hidden, weight, bias), targets = inputs()
+    sets, kept = kept_tokens()
+    logits = hidden @ weight.T + bias
+    options = {"temperature": temperature, "with_entropy": True, "chunk_size": chunk_size, "kept": kept}
+    for log_probs, entropy in (
+        token_log_probs(hidden, weight, targets, bias=bias, **options),
+        log_probs_from_logits(logits, targets, **options),
+    ):
+        for row, target in enumerate(targets.tolist()):
+            candidates = sorted({*sets[row], target})
+            among = logits[row, candidates].tolist()
+            want = reference.log_softmax(among, temperature)[candidates.index(target)]
+            assert log_probs[row].item() == pytest.approx(want, rel=1e-12, abs=1e-12)
+            assert entropy[row].item() == pytest.approx(reference.entropy(among, temperature), rel=1e-12, abs=1e-12)
+
+
+def test_top_p_replay_gradient():
+    (hidden, weight, bias), targets = inputs(rows=4, width=3, vocab=6)
+    _, kept = kept_tokens(4, 6)
+    options = {"temperature": 0.7, "with_entropy": True, "entropy_grad": True, "chunk_size": 3, "kept": kept}
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_log_probs(h, w, targets, bias=b, **options), (hidden, weight, bias)
+    )
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: log_probs_from_logits(x, targets, **options), (logits,))
+
+
+def test_keeping_everything_changes_nothing():
+    (hidden, weight, _), targets = inputs(dtype=torch.float32)
+    everything = KeptTokens(torch.arange(11).repeat(7), torch.arange(8) * 11)
+    want = token_log_probs(hidden, weight, targets)[0]
+    assert torch.equal(token_log_probs(hidden, weight, targets, kept=everything)[0], want)
+
+
+def test_kept_tokens_of_some_rows():
+    sets, kept = kept_tokens()
+    joined = KeptTokens.join([kept.ids[:3], kept.ids[3:]], [kept.offsets[:4], kept.offsets[3:] - 3], "cpu")
+    assert torch.equal(joined.ids, kept.ids) and torch.equal(joined.offsets, kept.offsets)
+    part = kept.select(torch.tensor([4, 0, 2, 6]))
+    bounds = part.offsets.tolist()
+    assert [part.ids[a:b].tolist() for a, b in pairwise(bounds)] == [sets[i] for i in (4, 0, 2, 6)]
+    assert len(kept.select(torch.zeros(0, dtype=torch.int64)).offsets) == 1

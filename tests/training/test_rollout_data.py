@@ -1,12 +1,14 @@
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 from slime.modeling.attention import PackedSequences
+from slime.training.context_parallel import ContextParallel, local_row
 from slime.training.rollout_data import RankData, partition_rollout_data
 from slime.training.schedule import build_dp_schedule
 from tests.training.batches import random_batch, rank_data
@@ -74,6 +76,33 @@ def test_empty_micro_batch_is_a_dummy_row():
     assert PackedSequences(mb.sequence_lengths).max_seqlen == mb.max_seqlen == 1
     assert mb.response_token_indices.numel() == mb.loss_masks.numel() == mb.advantages.numel() == 0
     assert mb.to_rollout_batch()["advantages"] == [] and mb.num_rollouts == 3
+
+
+def test_tokens_that_sampling_kept_travel_with_their_response_tokens():
+    batch = random_batch(3)
+    counts = [[(i + t) % 3 for t in range(n)] for i, n in enumerate(batch["response_lengths"])]
+    batch["rollout_top_p_token_ids"] = [[1000 * i + k for k in range(sum(c))] for i, c in enumerate(counts)]
+    batch["rollout_top_p_token_offsets"] = [[sum(c[:t]) for t in range(len(c) + 1)] for c in counts]
+    seen = 0
+    for data in rank_data(batch, dp_size=2, micro_batch_size=2):
+        for index in range(len(data.steps[0])):
+            mb = data.micro_batch(0, index)
+            rows = [local_row(mb, ContextParallel(rank, 2)) for rank in range(2)]
+            bounds = mb.kept.offsets.tolist()
+            sets = [mb.kept.ids[a:b].tolist() for a, b in pairwise(bounds)]
+            want = []
+            for sample in (i - 100 for i in mb.sample_indices):
+                starts = batch["rollout_top_p_token_offsets"][sample]
+                want += [batch["rollout_top_p_token_ids"][sample][a:b] for a, b in pairwise(starts)]
+            assert sets == want
+            seen += len(sets)
+            for row in rows:
+                part = [row.kept.ids[a:b].tolist() for a, b in pairwise(row.kept.offsets.tolist())]
+                assert part == [sets[i] for i in row.response.tolist()]
+    assert seen == sum(batch["response_lengths"])
+    batch["rollout_top_p_token_offsets"][4].pop()
+    with pytest.raises(ValueError, match="sample 4: rollout_top_p_token_offsets must be"):
+        rank_data(batch)
 
 
 def test_denominators_and_token_counts():

@@ -1,0 +1,28 @@
+"""Algorithms and corrections in whole runs: their flags, metrics and weights."""
+
+import pytest
+
+from tests.system.runs import TrainRun
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
+
+
+def test_corrections_on_reinforce_plus_plus(tmp_path, tiny_model_dir):
+    flags = ["--colocate", "--num-rollout", 1, "--advantage-estimator", "reinforce++", "--normalize-advantages"]
+    flags += ["--ref-load", tiny_model_dir, "--kl-coef", 0.01, "--use-opsm", "--use-tis"]
+    flags += ["--custom-tis-function-path", "slime.training.mis:mis_function", "--mis-level", "geometric"]
+    flags += ["--mis-mode", "mask", "--mis-veto-threshold", 1e-4]
+    flags += ["--balance-by-flops", "--use-dynamic-global-batch-size"]
+    run = TrainRun(tmp_path, tiny_model_dir, *flags)
+    assert run.finish() == 0, run.stderr
+    (step,) = run.metrics("train/step")
+    # Engine and trainer agree to rounding, so every weight is 1 and nothing is dropped.
+    for name in ("mis_ratio", "mis_weight"):
+        assert step[f"train/{name}"] == pytest.approx(1, abs=1e-4), name
+    # The second optimizer step is off-policy.
+    assert step["train/ois"] != 1 and step["train/ois"] == pytest.approx(1, abs=0.1)
+    for name in ("mis_low_frac", "mis_high_frac", "mis_veto_frac"):
+        assert step[f"train/{name}"] == 0, name
+    assert 0 <= step["train/opsm_clipfrac"] < 1 and abs(step["train/mis_kl"]) < 1e-5
+    (rollout,) = run.metrics("rollout/step")
+    assert abs(rollout["rollout/advantages"]) < 1 and "rollout/kl" in rollout
