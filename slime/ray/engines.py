@@ -7,15 +7,20 @@ from itertools import groupby
 from typing import Any
 
 from slime.ray.engine_actor import EmbeddedEngineActor, SGLangEngineActor
+from slime.ray.external_engine import ExternalEngineActor
 from slime.ray.placement_group import ENGINE_FRACTION, PlacementSlice
 
 
 def num_engines(args: Namespace, placement: PlacementSlice) -> int:
+    if args.rollout_external:
+        return len(args.rollout_external_engine_addrs)
     return len(placement) // args.rollout_num_gpus_per_engine
 
 
 def create_engine(args: Namespace, placement: PlacementSlice, rank: int) -> Any:
     """The actor of engine `rank`; its `start` starts the server. An engine over several nodes has one actor, too."""
+    if args.rollout_external:
+        return ExternalEngineActor.remote(args, rank)
     parts = engine_nodes(placement, args.rollout_num_gpus_per_engine, rank)
     (first, gpus), *others = [(placement.options(bundle, ENGINE_FRACTION), gpus) for bundle, gpus in parts]
     if args.rollout_engine == "embedded":

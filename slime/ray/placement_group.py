@@ -52,7 +52,7 @@ class PlacementSlice:
 def num_slots(args: Namespace) -> tuple[int, int]:
     """`(trainer slots, engine slots)`; none of the kind that the run does without."""
     actor = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    return actor, 0 if args.debug_train_only else args.rollout_num_gpus
+    return actor, 0 if args.debug_train_only or args.rollout_external else args.rollout_num_gpus
 
 
 def total_slots(args: Namespace) -> int:

@@ -375,6 +375,23 @@ class TestDebug:
 
 
 class TestServices:
+    def test_external_engines(self, setup, one_error):
+        apart = {"colocate": False}
+        addresses = ("--rollout-external-engine-addrs", "10.0.0.1:30000", "[::1]:30001")
+        args = setup.load("--rollout-external", *addresses, colocate=False)
+        assert args.rollout_num_gpus == 2
+        assert "has no effect without --rollout-external" in one_error(*addresses)
+        assert "needs --rollout-external-engine-addrs" in one_error(
+            "--rollout-external", "--rollout-num-gpus", "1", **apart
+        )
+        assert "excludes --use-fault-tolerance" in one_error(
+            "--rollout-external", *addresses, "--use-fault-tolerance", **apart
+        )
+        for wrong in ("10.0.0.1", "http://h:1", "h:port", ":1", "h:70000"):
+            message = one_error("--rollout-external", addresses[0], wrong, **apart)
+            assert f"{wrong}: is not host:port" in message
+        assert "is given twice" in one_error("--rollout-external", addresses[0], "h:1", "h:1", **apart)
+
     def test_weights_through_disk(self, one_error, tmp_path):
         directory = ("--update-weight-disk-dir", str(tmp_path))
         disk = ("--update-weight-transport", "disk")

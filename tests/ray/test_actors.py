@@ -22,6 +22,7 @@ def sizes(**changes):
         "actor_num_nodes": 1,
         "actor_num_gpus_per_node": 2,
         "rollout_num_gpus": 1,
+        "rollout_external": False,
     }
     return Namespace(**{**values, **changes})
 

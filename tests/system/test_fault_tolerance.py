@@ -1,4 +1,5 @@
-"""Engines and routers that die or hang in mid-run: the run goes on, and every sample is trained on once."""
+"""Engines and routers that die or hang in mid-run: the run goes on, and every sample is trained on once; and engines
+that are not the run's own."""
 
 import os
 import signal
@@ -6,6 +7,7 @@ import signal
 import psutil
 import pytest
 
+from tests.engine.server_process import EngineServer
 from tests.system.runs import TrainRun
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
@@ -57,3 +59,21 @@ def test_the_only_engine_under_colocation(tmp_path, tiny_model_dir):
     assert run.finish() == 0, run.stderr
     assert "engine-0 restarted; serves again with the current weights" in run.stdout
     check_all_trained_once(run, 8)
+
+
+def test_external_engine_fed_with_deltas_through_disk(tmp_path, tiny_model_dir):
+    engine = EngineServer(tiny_model_dir, tmp_path)
+    try:
+        address = engine.wait().url.removeprefix("http://")
+        flags = ["--rollout-external", "--rollout-external-engine-addrs", address, "--num-rollout", 3]
+        flags += ["--update-weight-transport", "disk", "--update-weight-mode", "delta"]
+        flags += ["--update-weight-disk-dir", tmp_path / "shared"]
+        flags += ["--update-weight-local-checkpoint-dir", tmp_path / "local"]
+        run = TrainRun(tmp_path, tiny_model_dir, *flags)
+        assert run.finish() == 0, run.stderr
+        check_all_trained_once(run, 3)
+        assert engine.ok("/get_model_info")["weight_version"] == "4"  # alive, with the last weights
+        written = [m["perf/update_weights_bytes"] for m in run.metrics("rollout/step")]
+        assert min(written) > 0
+    finally:
+        engine.stop()

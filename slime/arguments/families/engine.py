@@ -78,15 +78,13 @@ FAMILY = Family(
         Flag(
             "--rollout-external",
             action=STORE_TRUE,
-            help="Use servers that already run.",
-            pending=pending.EXTERNAL_ENGINES,
+            help="Use engines that already run. They are neither started nor ended, and not restarted.",
         ),
         Flag(
             "--rollout-external-engine-addrs",
             text,
             nargs="+",
-            help="host:port of those servers.",
-            pending=pending.EXTERNAL_ENGINES,
+            help="host:port of those engines.",
         ),
         Flag(
             "--use-fault-tolerance",

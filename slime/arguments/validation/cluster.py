@@ -45,6 +45,7 @@ def complete_sizes(args: Namespace, problems: Problems) -> None:
     """Who gets how many GPUs, and what is offloaded."""
     _complete_offload(args, problems)
     actor = args.actor_num_nodes * args.actor_num_gpus_per_node
+    _complete_external(args, problems)
     if actor % args.context_parallel_size and not args.debug_rollout_only:
         problems.add(
             "--context-parallel-size",
@@ -79,6 +80,33 @@ def complete_sizes(args: Namespace, problems: Problems) -> None:
             args.rollout_num_gpus,
             f"must be a multiple of --rollout-num-gpus-per-engine {per_engine}",
         )
+
+
+def _complete_external(args: Namespace, problems: Problems) -> None:
+    """Engines that run already have a count of their own."""
+    flag, addresses = "--rollout-external-engine-addrs", args.rollout_external_engine_addrs
+    if not args.rollout_external:
+        if addresses:
+            problems.add(flag, addresses, "has no effect without --rollout-external", "add it")
+        return
+    if not addresses:
+        problems.add("--rollout-external", None, f"needs {flag}", "give host:port of each engine")
+        return
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or "/" in address or not port.isdigit() or not 0 < int(port) < 65536:
+            problems.add(flag, address, "is not host:port")
+        elif addresses.count(address) > 1:
+            problems.add(flag, address, "is given twice")
+            break
+    for other, given in (
+        ("--colocate", args.colocate),
+        ("--offload-rollout", args.offload_rollout),
+        ("--use-fault-tolerance", args.use_fault_tolerance),
+    ):
+        if given:
+            problems.add("--rollout-external", None, f"excludes {other}: the engines are not the run's own")
+    args.rollout_num_gpus = len(addresses) * args.rollout_num_gpus_per_engine
 
 
 def _complete_offload(args: Namespace, problems: Problems) -> None:
