@@ -31,12 +31,14 @@ class Options:
     work: Path
     flags: list[str]
     """Flags of slime train, which override the example's."""
+    sft_steps: int
+    """How long the tiny model looks at demonstrations first."""
 
     def settings(self) -> dict[str, object]:
         return {} if self.model else dict(TINY)
 
 
-def parse(name: str, description: str, argv: Sequence[str] | None = None) -> Options:
+def parse(name: str, description: str, argv: Sequence[str] | None, sft_steps: int) -> Options:
     parser = argparse.ArgumentParser(
         prog=f"python -m examples.{name}.run",
         description=description,
@@ -44,9 +46,10 @@ def parse(name: str, description: str, argv: Sequence[str] | None = None) -> Opt
     )
     parser.add_argument("--model", type=Path, help="a Hugging Face directory [a tiny model, made here]")
     parser.add_argument("--work", type=Path, default=Path("runs") / "examples" / name, help="directory [%(default)s]")
+    parser.add_argument("--sft-steps", type=int, default=sft_steps, help="of the tiny model [%(default)s]")
     options, flags = parser.parse_known_args(argv)
     options.work.mkdir(parents=True, exist_ok=True)
-    return Options(options.model, options.work.resolve(), flags)
+    return Options(options.model, options.work.resolve(), flags, options.sft_steps)
 
 
 def slime(command: str, flags: dict[str, object], extra: Sequence[str] = ()) -> None:

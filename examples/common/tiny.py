@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,15 @@ def model_from_demonstrations(
     work: Path, demonstrations: list[list[dict[str, str]]], context_length: int = 256, seed: int = 0
 ) -> Path:
     """A tokenizer trained on conversations, and a tiny Qwen3 that has seen each of them once."""
-    from slime.quickstart.model import save_model
+    from slime.quickstart.model import SHAPES, save_model
     from slime.quickstart.tokenizer import train_tokenizer
 
     trained = work / f"model-{len(demonstrations)}"
     if trained.exists():
         return trained
     texts = ["user\nassistant\n", *(turn["content"] for messages in demonstrations for turn in messages)]
-    save_model(train_tokenizer(texts), work / "model-random", seed, context_length)
+    shape = replace(SHAPES["tiny"], context_length=context_length)
+    save_model(train_tokenizer(texts), work / "model-random", seed, shape)
     steps = len(demonstrations) // SFT_BATCH
     slime(
         "train",

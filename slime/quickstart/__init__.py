@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from slime.quickstart import recipe as recipes
+from slime.quickstart.model import SHAPES
 from slime.quickstart.recipe import Paths, Recipe
 
 
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         disaggregate=options.disaggregate,
         device=options.device,
         train_backend=options.train_backend,
+        model=options.model,
         extra=tuple(options.extra),
     )
     return run(recipe, paths)
@@ -82,6 +84,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rollouts", type=_positive, default=recipes.GRPO_ROLLOUTS, help="GRPO steps [%(default)s]")
     parser.add_argument("--sft-steps", type=_positive, default=recipes.SFT_STEPS, help="SFT steps [%(default)s]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="tiny", help="shape of the model [tiny]")
     parser.add_argument("--train-backend", choices=tuple(recipes.RANKS), default="fsdp", help="trainer [fsdp]")
     parser.add_argument("--output-dir", type=Path, help="a new directory [runs/quickstart-<time>-seed<N>]")
     options = parser.parse_args(own)

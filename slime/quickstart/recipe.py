@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.quickstart.model import SHAPES, ModelShape, save_model
 from slime.quickstart.tasks import Task
 from slime.quickstart.tokenizer import train_tokenizer
 
@@ -94,8 +95,13 @@ class Recipe:
     disaggregate: bool = False
     device: str = "cpu"
     train_backend: str = "fsdp"
+    model: str = "tiny"
     extra: tuple[str, ...] = ()
     """Flags added to both training commands."""
+
+    @property
+    def shape(self) -> ModelShape:
+        return SHAPES[self.model]
 
     @property
     def eval_interval(self) -> int:
@@ -105,8 +111,6 @@ class Recipe:
 
 def write_inputs(recipe: Recipe, task: Task, paths: Paths) -> int:
     """Data, tokenizer and random model; returns the model's number of parameters."""
-    from slime.quickstart.model import save_model
-
     paths.held_out.parent.mkdir(parents=True, exist_ok=True)
     demonstrations = list(task.problems(task.train, recipe.sft_steps * SFT_BATCH, "demonstrations"))
     prompts = task.problems(task.train, recipe.rollouts * PROMPTS_PER_ROLLOUT, "prompts")
@@ -122,7 +126,7 @@ def write_inputs(recipe: Recipe, task: Task, paths: Paths) -> int:
     texts = ["user\nassistant\n"]
     for problem in demonstrations[:TOKENIZER_PROBLEMS]:
         texts += [problem.question, problem.demonstration]
-    return save_model(train_tokenizer(texts), paths.random_model, recipe.seed)
+    return save_model(train_tokenizer(texts), paths.random_model, recipe.seed, recipe.shape)
 
 
 def sft_flags(recipe: Recipe, paths: Paths) -> list[str]:
@@ -141,7 +145,7 @@ def sft_flags(recipe: Recipe, paths: Paths) -> list[str]:
             "--num-rollout": recipe.sft_steps // steps,
             "--rollout-batch-size": steps * SFT_BATCH,
             "--global-batch-size": SFT_BATCH,
-            "--lr": 4e-3,
+            "--lr": recipe.shape.sft_lr,
             "--lr-warmup-iters": min(20, recipe.sft_steps // 2),
             "--save": paths.sft_run / "checkpoints",
             "--no-save-optim": None,
@@ -177,7 +181,7 @@ def grpo_flags(recipe: Recipe, paths: Paths) -> list[str]:
             "--rollout-seed": recipe.seed,
             "--eval-config": paths.eval_config,
             "--eval-interval": recipe.eval_interval,
-            "--lr": 4e-4,
+            "--lr": recipe.shape.grpo_lr,
             "--lr-warmup-iters": 3,
             "--save": paths.grpo_run / "checkpoints",
             "--save-hf": paths.rl_model,
