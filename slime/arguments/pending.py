@@ -3,7 +3,6 @@
 MEGATRON = "this part of the Megatron trainer is not built yet"
 SGLANG = "it belongs to the SGLang engine, which is not built yet; use --rollout-engine embedded"
 ROUTING_REPLAY = "routing replay for MoE models is not built yet"
-PROFILING = "profiling and memory recording are not built yet"
 TENSOR_PARALLEL_ENGINE = "the embedded engine runs on one device; engines over several need SGLang"
 ROLLOUT_BUFFER = "the external rollout-buffer service is not built yet"
 OTHER_ATTENTION = "packed rows run through slime's own variable-length attention"

@@ -63,6 +63,13 @@ class TestDevices:
         model = setup.write_model("experts", num_experts=4)
         assert "dense models only" in one_error("--true-on-policy-mode", "--hf-checkpoint", model)
 
+    def test_profiling(self, setup, one_error):
+        assert setup.load("--use-pytorch-profiler", "--profile-step-start", "0").profile_target == ["train_overall"]
+        assert "greater than --profile-step-start 10" in one_error("--profile-step-end", "10")
+        assert "cannot be nested" in one_error("--profile-target", "train_overall", "train_actor")
+        assert "memory of a GPU" in one_error("--record-memory-history")
+        assert "--record-memory-history" in one_error("--memory-snapshot-num-steps", "3")
+
     def test_context_parallel_ranks_divide_the_trainers_and_the_heads(self, setup, one_error):
         assert setup.load("--context-parallel-size", "2").context_parallel_size == 2
         assert "must divide the 2 trainer GPUs" in one_error("--context-parallel-size", "4")

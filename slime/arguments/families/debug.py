@@ -1,6 +1,5 @@
 """Dumps, partial runs, profiling."""
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, number, text
 
 FAMILY = Family(
@@ -29,24 +28,34 @@ FAMILY = Family(
         Flag("--ci-test", action=STORE_TRUE, help="Check the exact zeros of the first step, and fail otherwise."),
         Flag("--ci-disable-kl-checker", action=STORE_TRUE, help="Leave KL to the reference out of that check."),
         Flag(
+            "--use-pytorch-profiler",
+            action=STORE_TRUE,
+            help="Profile the first trainer rank; traces go to profile/ in the run directory.",
+        ),
+        Flag("--profile-step-start", integer, 10, "First rollout that is profiled."),
+        Flag("--profile-step-end", integer, 12, "The rollout before which profiling ends."),
+        Flag(
             "--profile-target",
             text,
             ["train_overall"],
             nargs="+",
-            help="What the profiler covers.",
+            help="What the profiler covers: all of a rollout's training, or its optimizer steps and log-prob passes.",
             choices=("train_overall", "train_actor", "train_log_probs"),
-            pending=pending.PROFILING,
         ),
-        Flag("--record-memory-history", action=STORE_TRUE, help="Record allocations.", pending=pending.PROFILING),
-        Flag("--memory-snapshot-dir", text, ".", "Directory of memory snapshots.", pending=pending.PROFILING),
-        Flag("--memory-snapshot-num-steps", integer, help="Steps until a snapshot.", pending=pending.PROFILING),
+        Flag(
+            "--record-memory-history",
+            action=STORE_TRUE,
+            help="Record the trainers' GPU allocations; a snapshot is written when memory runs out.",
+        ),
+        Flag("--memory-snapshot-dir", text, ".", "Directory of memory snapshots."),
+        Flag("--memory-snapshot-num-steps", integer, help="Also write a snapshot after so many rollouts."),
         Flag(
             "--memory-recorder",
             text,
             "torch",
-            "Recorder.",
+            "What records memory.",
             choices=("torch", "memray"),
-            pending=pending.PROFILING,
+            pending_choices={"memray": "allocations of host memory are not recorded yet; torch records the GPU's"},
         ),
     ),
 )

@@ -12,8 +12,27 @@ from slime.arguments.problems import Problems
 from slime.arguments.validation.checkpoints import check_template
 
 
+def _check_profiling(args: Namespace, problems: Problems) -> None:
+    if args.profile_step_end <= args.profile_step_start:
+        rule = f"must be greater than --profile-step-start {args.profile_step_start}"
+        problems.add("--profile-step-end", args.profile_step_end, rule)
+    if "train_overall" in args.profile_target and len(args.profile_target) > 1:
+        rule = "train_overall contains the others, and profiles cannot be nested"
+        problems.add("--profile-target", " ".join(args.profile_target), rule, "give it alone, or leave it out")
+    if args.record_memory_history and args.device == "cpu":
+        problems.add("--record-memory-history", None, "records the memory of a GPU", "leave it out with --device cpu")
+    if args.memory_snapshot_num_steps is not None and not args.record_memory_history:
+        problems.add(
+            "--memory-snapshot-num-steps",
+            args.memory_snapshot_num_steps,
+            "has no effect without --record-memory-history",
+            "add it",
+        )
+
+
 def complete_debug(args: Namespace, problems: Problems) -> None:
-    """Which halves of the loop run, and what is dumped."""
+    """Which halves of the loop run, what is dumped and profiled."""
+    _check_profiling(args, problems)
     if args.load_debug_rollout_data is not None:
         args.debug_train_only = True
         _check_dump_source(args.load_debug_rollout_data, problems)

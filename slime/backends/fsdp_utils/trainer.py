@@ -28,7 +28,7 @@ from slime.backends.fsdp_utils.model import (
 )
 from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
 from slime.backends.fsdp_utils.trainable import select_trainable
-from slime.observability.timer import Timer
+from slime.observability.profiling import MemoryHistory, PhaseTimer, peak_tflops, utilization
 from slime.ray.train_actor import TrainRayActor
 from slime.training.batch import MicroBatch
 from slime.training.context_parallel import ALONE, ContextParallel
@@ -46,11 +46,13 @@ class FSDPTrainer(TrainRayActor):
     def init(self, args: Namespace, role: str = "actor", with_ref: bool = False) -> int:
         self.args = args
         self.role = role
-        self.timer = Timer()
+        self.timer = PhaseTimer(args, self.rank)
         self.device = torch.device(args.device)
         if args.device == "cuda":
             torch.cuda.set_device(0)
             self.device = torch.device("cuda", 0)
+        self._memory_history = MemoryHistory(args, self.rank)
+        self._peak_tflops = peak_tflops(args)
         if args.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(args.seed + self.rank)
@@ -142,7 +144,8 @@ class FSDPTrainer(TrainRayActor):
 
     def train(self, rollout_id: int, refs: list[Any], shared: Sequence[list[Any]] = ()) -> dict[str, float] | None:
         self.timer.add("train_wait", time.perf_counter() - self._last_train_end)
-        with self.timer("train"):
+        self.timer.rollout_id = rollout_id
+        with self._memory_history.watch(rollout_id), self.timer("train"):
             with self.timer("data_preprocess"):
                 data = self._receive(refs, shared)
             metrics = self.train_on(rollout_id, data)
@@ -203,7 +206,7 @@ class FSDPTrainer(TrainRayActor):
     def _perf_metrics(self, data: RankData) -> dict[str, float]:
         times, lengths = self.timer.pop(), data["total_lengths"]
         speed = speed_metrics(times, self.role, self.args.hf_checkpoint, lengths, self.dp_group, self.device)
-        return {**times, **speed, **memory_metrics(self.device)}
+        return {**times, **speed, **utilization(speed, self._peak_tflops), **memory_metrics(self.device)}
 
     # -- checkpoints and memory ---------------------------------------------------------------------------------------
 
