@@ -344,6 +344,9 @@ class Engine:
         for seq, top in result.top_logprobs.items():
             if len(seq.output_top_logprobs) < len(seq.output_logprobs):
                 seq.output_top_logprobs.append(top)
+        for seq, kept in result.kept.items():
+            if len(seq.output_kept) < len(seq.output_logprobs):
+                seq.output_kept.append(kept)
         self.num_generated += len(seqs) - int(full.sum())
         table.length[rows] += ~full
         table.last_token[rows] = result.tokens

@@ -11,7 +11,7 @@ from slime.engine.attention_state import ChunkPlan, InvariantPagedAttention, Pag
 from slime.engine.forward import model_logits
 from slime.engine.kv_cache import KVMemory
 from slime.engine.rows import RowTable
-from slime.engine.sampler import SamplingBatch, sample
+from slime.engine.sampler import SamplingBatch, kept_tokens, sample
 from slime.engine.scheduler import Batch, Chunk
 from slime.engine.sequence import Sequence
 from slime.modeling.batch_invariant import make_batch_invariant
@@ -29,6 +29,8 @@ class StepResult:
     tokens: np.ndarray
     logprobs: list[float]
     top_logprobs: dict[Sequence, list[tuple[float, int]]] = field(default_factory=dict)
+    kept: dict[Sequence, list[int]] = field(default_factory=dict)
+    """The tokens that were left to sample from, for the requests that ask."""
 
 
 class ModelRunner:
@@ -87,10 +89,15 @@ class ModelRunner:
         rows = np.concatenate([batch.decode_rows, np.array([seq.row for seq in seqs[len(batch.decode) :]], np.int64)])
         result = StepResult(seqs, rows, np.zeros(0, np.int64), [])
         if seqs:
-            tokens, logprobs, all_logprobs = sample(logits_NV[: len(seqs)], self._sampling(rows))
+            sampling = self._sampling(rows)
+            tokens, logprobs, all_logprobs = sample(logits_NV[: len(seqs)], sampling)
             result.top_logprobs = self._top_logprobs(seqs, rows, all_logprobs)
             result.tokens = tokens.cpu().numpy()
             result.logprobs = logprobs.tolist()
+            for i in np.flatnonzero(self.rows.return_kept[rows]).tolist():
+                kept = kept_tokens(all_logprobs[i], sampling, i)
+                result.logprobs[i] -= all_logprobs[i, kept].logsumexp(0).item()
+                result.kept[seqs[i]] = kept.tolist()
         self._input_logprobs(batch.chunks, logits_NV[len(seqs) :])
         return result
 

@@ -142,6 +142,8 @@ class Request:
     logprob_start_len: int = -1
     """First prompt position with a log-prob; -1: none."""
     top_logprobs_num: int = 0
+    return_kept_tokens: bool = False
+    """Tell for each output token what top-p, top-k and min-p left to sample from, with log-probs over just these."""
 
 
 @dataclass
@@ -218,6 +220,7 @@ def parse_generate(body: Any, tokenizer, vocab_size: int, max_context: int) -> G
     with_logprob = _listed("return_logprob", body.get("return_logprob"), count, False)
     starts = _listed("logprob_start_len", body.get("logprob_start_len"), count, -1)
     top_logprobs = _listed("top_logprobs_num", body.get("top_logprobs_num"), count, 0)
+    with_kept = _listed("return_top_p_token_ids", body.get("return_top_p_token_ids"), count, False)
     stream = body.get("stream", False)
     if not isinstance(stream, bool):
         raise RequestError("stream must be true or false")
@@ -231,6 +234,8 @@ def parse_generate(body: Any, tokenizer, vocab_size: int, max_context: int) -> G
             raise RequestError(f"rid must be a non-empty string, got {rids[i]!r}")
         if not isinstance(with_logprob[i], bool):
             raise RequestError(f"return_logprob must be true or false, got {with_logprob[i]!r}")
+        if not isinstance(with_kept[i], bool):
+            raise RequestError(f"return_top_p_token_ids must be true or false, got {with_kept[i]!r}")
         if not _is_int(starts[i]) or starts[i] < -1 or starts[i] >= len(ids):
             raise RequestError(f"logprob_start_len must be -1 or a prompt position, got {starts[i]!r}")
         if not _is_int(top_logprobs[i]) or not 0 <= top_logprobs[i] <= vocab_size:
@@ -252,6 +257,7 @@ def parse_generate(body: Any, tokenizer, vocab_size: int, max_context: int) -> G
                     return_logprob=with_logprob[i],
                     logprob_start_len=starts[i],
                     top_logprobs_num=top_logprobs[i],
+                    return_kept_tokens=with_kept[i],
                 )
             )
     return GenerateRequest(requests, single=single and len(requests) == 1, stream=stream)

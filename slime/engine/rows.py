@@ -37,6 +37,7 @@ class RowTable:
         self.min_p = np.zeros(capacity, dtype=np.float32)
         self.seed = np.zeros(capacity, dtype=np.uint64)
         self.top_logprobs = np.zeros(capacity, dtype=np.int64)
+        self.return_kept = np.zeros(capacity, dtype=bool)
 
     def assign(self, seq: Sequence) -> None:
         row = seq.row = self.free.pop()
@@ -62,6 +63,7 @@ class RowTable:
         self.min_p[row] = params.min_p
         self.seed[row] = seq.seed
         self.top_logprobs[row] = seq.request.top_logprobs_num if seq.request.return_logprob else 0
+        self.return_kept[row] = seq.request.return_kept_tokens
 
     def release(self, seq: Sequence) -> None:
         self.free.append(seq.row)

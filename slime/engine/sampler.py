@@ -75,13 +75,32 @@ def _pick_short(weights_NV: torch.Tensor, uniform_N1: torch.Tensor) -> torch.Ten
 
 def _pick_filtered(probs_NV, uniform_N, top_k_N, top_p_N, min_p_N) -> torch.Tensor:
     """Sample among the `top_k` most likely tokens, within the smallest set of mass `top_p`, above `min_p` x max."""
+    ordered, ids, keep = _filter(probs_NV, top_k_N, top_p_N, min_p_N)
+    return ids.gather(1, pick(ordered * keep, uniform_N)[:, None]).squeeze(1)
+
+
+def _filter(probs_NV, top_k_N, top_p_N, min_p_N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Falling probabilities, their tokens, and which of them may be sampled; [N, V] each."""
     ordered, ids = probs_NV.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     keep = before < top_p_N[:, None]
     keep &= torch.arange(ordered.shape[1], device=probs_NV.device) < top_k_N[:, None]
     keep &= ordered >= min_p_N[:, None] * ordered[:, :1]
     keep[:, 0] = True
-    return ids.gather(1, pick(ordered * keep, uniform_N)[:, None]).squeeze(1)
+    return ordered, ids, keep
+
+
+def kept_tokens(logprobs_V: torch.Tensor, batch: SamplingBatch, row: int) -> torch.Tensor:
+    """The tokens that row `row` was sampled among, the most likely first; all of them without a filter. int64 [K]."""
+    allowed = logprobs_V.clone()
+    for banned_row, ids in batch.banned:
+        if banned_row == row:
+            allowed[torch.from_numpy(ids).to(allowed.device)] = -torch.inf
+    if batch.greedy[row]:
+        return allowed.argmax()[None]
+    limits = (torch.from_numpy(x[row : row + 1]).to(allowed.device) for x in (batch.top_k, batch.top_p, batch.min_p))
+    ordered, ids, keep = _filter(allowed.exp()[None], *limits)
+    return ids[keep & (ordered > 0)]
 
 
 def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -128,7 +128,25 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         values = [getattr(s, key) for s in samples]
         if all(value is not None for value in values):
             batch[key] = values
-    return batch
+    return batch | _kept_tokens(samples) if args.use_rollout_top_p_replay else batch
+
+
+def _kept_tokens(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """What top-p left to sample from, for every response token.
+
+    Raises:
+        ValueError: a sample with a response has none.
+    """
+    for sample in samples:
+        if sample.rollout_top_p_token_ids is None and sample.response_length:
+            raise ValueError(
+                f"sample {sample.index} has no rollout_top_p_token_ids: with --use-rollout-top-p-replay the rollout "
+                "must ask the engine for them (return_top_p_token_ids)"
+            )
+    return {
+        "rollout_top_p_token_ids": [s.rollout_top_p_token_ids or [] for s in samples],
+        "rollout_top_p_token_offsets": [s.rollout_top_p_token_offsets or [0] for s in samples],
+    }
 
 
 def _last_versions(samples: Sequence[Sample]) -> list[int]:

@@ -51,6 +51,8 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = min(budget, max(0, params["min_new_tokens"] - sample.response_length))
     payload: dict[str, Any] = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    if args.use_rollout_top_p_replay and not evaluation:
+        payload["return_top_p_token_ids"] = True
     with blame("--multimodal-keys", "media", sample):
         payload |= request_fields(sample.multimodal_inputs)
     headers = {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None

@@ -66,7 +66,9 @@ class Sample:
     multimodal_train_input_id: str | None = None
     apply_chat_template_kwargs: dict[str, Any] | None = None
     rollout_top_p_token_ids: list[int] | None = None
+    """What top-p left to sample from at each response token, one set after the other."""
     rollout_top_p_token_offsets: list[int] | None = None
+    """[response_length + 1]; token t has `ids[offsets[t]:offsets[t + 1]]`."""
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
     non_generation_time: float = 0.0
@@ -135,12 +137,26 @@ class Sample:
         if log_probs is not None or self.rollout_log_probs is not None:
             earlier = self.rollout_log_probs if self.rollout_log_probs is not None else [0.0] * before
             self.rollout_log_probs = earlier + (log_probs if log_probs is not None else [0.0] * len(tokens))
+        self._append_kept((meta_info or {}).get("output_top_p_token_ids"), len(tokens))
         self.tokens = self.tokens + list(tokens)
         self.response += text
         self.response_length = before + len(tokens)
         if meta_info is not None:
             self._take_meta_info(meta_info, before, update_terminal_info)
         return self
+
+    def _append_kept(self, kept: list[list[int]] | None, count: int) -> None:
+        """Tokens that nobody sampled have empty sets."""
+        if kept is None and self.rollout_top_p_token_ids is None:
+            return
+        if kept is not None and len(kept) != count:
+            raise ValueError(f"sample {self.index}: {count} tokens but {len(kept)} sets of kept tokens")
+        ids, offsets = list(self.rollout_top_p_token_ids or []), list(self.rollout_top_p_token_offsets or [])
+        offsets = offsets or [0] * (self.response_length + 1)
+        for tokens in kept or [[]] * count:
+            ids.extend(tokens)
+            offsets.append(len(ids))
+        self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = ids, offsets
 
     def _take_meta_info(self, meta_info: dict[str, Any], start: int, update_terminal_info: bool) -> None:
         version = meta_info.get("weight_version")

@@ -11,6 +11,7 @@ def test_what_is_accepted(setup):
     assert args.use_tis and (args.tis_clip, args.tis_clip_low, args.opsm_delta) == (3.0, 0.5, 0.01)
     args = setup.load(*MIS, "--mis-upper-bound", "4", "--mis-level", "geometric", "--mis-mode", "mask")
     assert args.mis_lower_bound == 0.5 and args.custom_tis_function_path == "slime.training.mis.mis_function"
+    assert setup.load("--use-rollout-top-p-replay", "--rollout-top-p", "0.9").use_rollout_top_p_replay
     assert setup.load("--get-mismatch-metrics", "--use-rollout-logprobs").get_mismatch_metrics
 
 
@@ -36,6 +37,7 @@ def test_mis_settings_can_stand_in_yaml(setup):
         (("--use-tis", "--mis-level", "sequence"), "has no effect without a correction that reads it"),
         (("--opsm-delta", "1"), "has no effect without --use-opsm"),
         (("--use-tis", "--custom-tis-function-path", "slime.training.mis.mis"), "did you mean"),
+        (("--use-rollout-top-p-replay",), "has no effect without --rollout-top-p below 1 or --rollout-top-k"),
         (("--disable-compute-advantages-and-returns",), "leaves --loss-type policy_loss without advantages"),
         (("--advantage-estimator", "on_policy_distillation", "--use-opd"), "counts the teacher twice"),
         (("--advantage-estimator", "cispo", "--eps-clip-c", "3"), "has no effect with --advantage-estimator cispo"),

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.engine.sampler import SamplingBatch, keyed_uniform, pick, sample
+from slime.engine.sampler import SamplingBatch, kept_tokens, keyed_uniform, pick, sample
 
 pytestmark = pytest.mark.unit
 
@@ -73,6 +73,17 @@ def test_filters_keep_the_right_tokens_and_leave_logprobs_alone(limits, kept):
     tokens, logprobs, _ = sample(logits.expand(2000, 4), batch(2000, **limits))
     assert set(tokens.tolist()) == kept
     assert (logprobs - torch.log_softmax(logits, -1)[tokens]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_p": 0.9, "top_k": 3}, {}])
+def test_kept_tokens_are_those_that_are_sampled(limits):
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
+    rows = batch(2000, **limits)
+    tokens, _, all_logprobs = sample(logits.expand(2000, 4), rows)
+    assert set(kept_tokens(all_logprobs[7], rows, 7).tolist()) == set(tokens.tolist())
+    without = batch(1, **limits, banned=[(0, np.array([0]))])
+    assert 0 not in kept_tokens(all_logprobs[0], without, 0)
+    assert kept_tokens(all_logprobs[0], batch(1, greedy=True), 0).tolist() == [0]
 
 
 def test_a_row_does_not_depend_on_the_others():

@@ -29,6 +29,7 @@ def make_args(**changes):
         "grpo_std_normalization": True,
         "reward_key": None,
         "keep_old_actor": False,
+        "use_rollout_top_p_replay": False,
         "custom_convert_samples_to_train_data_path": None,
         "custom_reward_post_process_path": None,
     }
@@ -122,6 +123,17 @@ def test_log_probs_that_some_samples_lack_are_left_out():
 def test_a_reward_that_is_no_number_names_the_sample(reward):
     with pytest.raises(ValueError, match="sample 3 "):
         samples_to_batch(make_args(), [make_sample(3, reward=reward)])
+
+
+def test_top_p_replay_needs_the_kept_tokens():
+    samples = [make_sample(0, rollout_top_p_token_ids=[1, 2], rollout_top_p_token_offsets=[0, 1, 1, 2])]
+    samples.append(make_sample(1, response=0))
+    batch = samples_to_batch(make_args(use_rollout_top_p_replay=True), samples)
+    assert batch["rollout_top_p_token_ids"] == [[1, 2], []]
+    assert batch["rollout_top_p_token_offsets"] == [[0, 1, 1, 2], [0]]
+    assert "rollout_top_p_token_ids" not in samples_to_batch(make_args(), samples)
+    with pytest.raises(ValueError, match="sample 2 has no rollout_top_p_token_ids"):
+        samples_to_batch(make_args(use_rollout_top_p_replay=True), [*samples, make_sample(2)])
 
 
 def test_sft_needs_no_reward():

@@ -8,6 +8,7 @@ from slime.testing.scripted_engine import ScriptedEngine, served
 __all__ = ["DEFAULTS", "ScriptedEngine", "make_args", "served", "write_prompts"]
 
 DEFAULTS = {
+    "use_rollout_top_p_replay": False,
     "hf_checkpoint": None,
     "trust_remote_code": False,
     "prompt_data": None,

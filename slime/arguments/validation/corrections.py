@@ -30,6 +30,23 @@ def check(args: Namespace, problems: Problems) -> None:
             rule = f"must not exceed {BY_DEST[high].name} {upper}"
             problems.add(BY_DEST[low].name, lower, rule, "lower it, or raise the upper bound")
 
+    if args.use_rollout_top_p_replay:
+        _check_replay(args, problems)
+
+
+def _check_replay(args: Namespace, problems: Problems) -> None:
+    flag = "--use-rollout-top-p-replay"
+    if args.rollout_top_p == 1 and args.rollout_top_k == -1:
+        problems.add(flag, None, "has no effect without --rollout-top-p below 1 or --rollout-top-k", "add one of them")
+    for name, value, wrong in (
+        ("--rollout-engine", args.rollout_engine, args.rollout_engine != "embedded"),
+        ("--train-backend", args.train_backend, args.train_backend != "fsdp"),
+        ("--true-on-policy-mode", None, args.true_on_policy_mode),
+    ):
+        if wrong:
+            given = name if value is None else f"{name} {value}"
+            problems.add(flag, None, f"is not possible with {given}", "use the embedded engine and the FSDP trainer")
+
 
 def _unused(args: Namespace, dests: tuple[str, ...], rule: str, fix: str, problems: Problems) -> None:
     for dest in dests:

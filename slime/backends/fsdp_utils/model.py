@@ -77,7 +77,7 @@ class PolicyModel(nn.Module):
             logits = self.model(**self._inputs(row), logits_to_keep=0 if with_logits else row.rows).logits
             picked_KV = logits[0, row.rows] if with_logits else logits[0]
             log_probs_K, entropy_K = log_probs_from_logits(
-                picked_KV, row.labels, temperature, with_entropy, entropy_grad, chunk_size
+                picked_KV, row.labels, temperature, with_entropy, entropy_grad, chunk_size, row.kept
             )
             return *self._gathered(row, log_probs_K, entropy_K), logits if with_logits else None
         hidden_TD = self._hidden_states(row)
@@ -91,6 +91,7 @@ class PolicyModel(nn.Module):
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             chunk_size=chunk_size,
+            kept=row.kept,
         )
         return *self._gathered(row, log_probs_K, entropy_K), None
 
