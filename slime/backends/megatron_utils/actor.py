@@ -29,9 +29,7 @@ from slime.training.hooks import call_data_postprocess
 from slime.training.losses import compute_loss
 from slime.training.reducers import make_reducer
 from slime.training.rollout_data import RankData
-from slime.weight_sync.distributed import DistributedTransport
-from slime.weight_sync.engines import Engines
-from slime.weight_sync.tensor import TensorTransport
+from slime.weight_sync.connect import EngineConnections
 from slime.weight_sync.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
@@ -69,6 +67,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self.progress = Progress()
         self._resumed = self._resume()
         self.updater: WeightUpdater | None = None
+        self._connections: EngineConnections | None = None
         self._sent_at: int | None = None  # optimizer steps done at the last update
         self._last_train_end = time.perf_counter()
         return self.progress.next_rollout_id if args.start_rollout_id is None else args.start_rollout_id
@@ -326,23 +325,11 @@ class MegatronTrainRayActor(TrainRayActor):
             new.close()
 
     def _updater_for(self, urls: list[str], engine_slots: list[list[int]], version: int) -> WeightUpdater:
-        args = self.args
-        engines = Engines(urls)
-        if args.colocate:
-            transport = TensorTransport(engines, engine_slots, self.rank, self.device)
-        else:
-            transport = DistributedTransport(
-                engines,
-                [len(slots) for slots in engine_slots],
-                self.rank,
-                self.device,
-                args.distributed_backend,
-                self.node_address(),
-                f"slime-{self.role}",
-                timeout=60.0 * args.distributed_timeout_minutes,
+        if self._connections is None:
+            self._connections = EngineConnections(
+                self.args, self.weights, self.rank, self.device, self.role, self.node_address()
             )
-        size, pause = args.update_weight_buffer_size, args.update_weights_pause_mode
-        return WeightUpdater(self.weights, transport, engines, self.rank, size, version, pause)
+        return self._connections.connect(urls, engine_slots, version)
 
     def update_weights(self) -> dict[str, float] | None:
         return self._timed("update_weights", lambda: self._with_parameters(self._send))

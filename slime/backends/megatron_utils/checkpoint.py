@@ -68,7 +68,9 @@ def save_checkpoint(
     path = Path(root) / f"iter_{rollout_id:07d}"
 
     def write(directory: Path) -> None:
-        dist_checkpointing.save(_state(chunks, optimizer, loading=False), str(directory), content_metadata=_METADATA)
+        dist_checkpointing.save(
+            _state(chunks, optimizer, loading=False), str(directory), content_metadata=dict(_METADATA)
+        )
         if dist.get_rank() == 0:
             torch.save({key: [state[key] for state in rng] for key in rng[0]}, directory / "rng.pt")
             meta = {
@@ -106,13 +108,13 @@ def load_checkpoint(
         )
     if with_optimizer:
         optimizer.create_moments()
-    state = dist_checkpointing.load(_state(chunks, optimizer if with_optimizer else None, loading=True), str(path))
-    for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{index}"])
-    if with_optimizer:
+        state = dist_checkpointing.load(_state(chunks, optimizer, loading=True), str(path))
+        for index, chunk in enumerate(chunks):
+            chunk.load_state_dict(state[f"model{index}"])
         optimizer.megatron.load_state_dict(state["optimizer"])
         optimizer.set_steps_done(meta["global_step"])
     else:
+        load_weights(path, chunks)
         optimizer.megatron.reload_model_params()
     if with_rng and meta["world_size"] == dist.get_world_size():
         states = torch.load(path / "rng.pt", weights_only=True)
@@ -121,9 +123,17 @@ def load_checkpoint(
     return Progress(**{key: meta[key] for key in Progress.__dataclass_fields__})
 
 
+def load_weights(path: Path, chunks: Sequence[nn.Module]) -> None:
+    """Read the weights alone; collective. The vocabulary's padding may differ."""
+    state = dist_checkpointing.load(_state(chunks, None, loading=True), str(path))
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{index}"])
+
+
 def _state(chunks: Sequence[nn.Module], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
-    state = {f"model{index}": chunk.sharded_state_dict(metadata=_METADATA) for index, chunk in enumerate(chunks)}
+    metadata = dict(_METADATA)  # Megatron puts process groups into it
+    state = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}
     if optimizer is not None:
         model = state["model0"] if len(chunks) == 1 else state
-        state["optimizer"] = optimizer.megatron.sharded_state_dict(model, is_loading=loading, metadata=_METADATA)
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     return state

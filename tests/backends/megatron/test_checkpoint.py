@@ -30,6 +30,17 @@ STAND_INS = {
     "Tensor.type",
     "device argument",
     "device=",
+    "optimizer loading",
+    "random._get_cuda_rng_state",
+    "random._set_cuda_rng_state",
+    "token_dispatcher.maybe_move_tensor_to_cpu",
+    "torch.cuda.Stream",
+    "torch.cuda.current_device",
+    "torch.cuda.current_stream",
+    "torch.cuda.get_rng_state",
+    "torch.cuda.manual_seed",
+    "torch.cuda.stream",
+    "torch.cuda.synchronize",
 }
 
 
