@@ -44,7 +44,7 @@ FAMILY = Family(
         Flag(
             "--use-rollout-top-p-replay",
             action=STORE_TRUE,
-            help="Log-probs over the tokens that --rollout-top-p (or top-k) left to sample from, in engine and trainer.",
+            help="Log-probs, in engine and trainer, over the tokens that --rollout-top-p (top-k) left to sample from.",
         ),
         Flag("--use-opsm", action=STORE_TRUE, help="Off-policy sequence masking (DeepSeek-V3.2)."),
         Flag("--opsm-delta", number, 1e-4, "OPSM: mean of old - current log-prob from which a sequence is dropped."),
