@@ -19,7 +19,7 @@ def write_config(path: Path, held_out: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse("eval_multi_task", __doc__, argv)
+    options = parse("eval_multi_task", __doc__, argv, SFT_STEPS)
     flags: dict[str, object] = {
         **options.settings(),
         "--colocate": None,
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--run-dir": options.work / "run",
     }
     if options.model is None:
-        task = quickstart_task(options.work.parent, SFT_STEPS)
+        task = quickstart_task(options.work.parent, options.sft_steps)
         flags |= {
             "--hf-checkpoint": task.sft_model,
             "--prompt-data": task.prompts,

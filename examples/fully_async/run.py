@@ -11,7 +11,7 @@ SFT_STEPS = 180
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse("fully_async", __doc__, argv)
+    options = parse("fully_async", __doc__, argv, SFT_STEPS)
     flags: dict[str, object] = {
         **options.settings(),
         "--rollout-function-path": "slime.rollout.fully_async_rollout.generate_rollout",
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--run-dir": options.work / "run",
     }
     if options.model is None:
-        task = quickstart_task(options.work.parent, SFT_STEPS)
+        task = quickstart_task(options.work.parent, options.sft_steps)
         flags |= {
             "--hf-checkpoint": task.sft_model,
             "--prompt-data": task.prompts,

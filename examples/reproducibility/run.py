@@ -35,7 +35,7 @@ def compare(runs: list[Path]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse("reproducibility", __doc__, argv)
+    options = parse("reproducibility", __doc__, argv, SFT_STEPS)
     flags: dict[str, object] = {
         **options.settings(),
         "--colocate": None,
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--num-rollout": ROLLOUTS,
     }
     if options.model is None:
-        task = quickstart_task(options.work.parent, SFT_STEPS)
+        task = quickstart_task(options.work.parent, options.sft_steps)
         flags |= {
             "--hf-checkpoint": task.sft_model,
             "--prompt-data": task.prompts,

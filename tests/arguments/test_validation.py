@@ -472,3 +472,19 @@ def test_media_need_an_engine_and_a_trainer_that_take_them(setup, one_error):
     assert "must map image, video, audio to columns" in setup.errors("--multimodal-keys", '{"images": "pics"}')
     own = ("--custom-generate-function-path", "tests.rollout.hooks.generate_old_form")
     assert setup.load(*words, *own).multimodal_keys == {"image": "pics"}
+
+
+def test_a_function_in_nested_folders_without_init(tmp_path, monkeypatch):
+    """Namespace packages are found without being imported."""
+    import slime.arguments.validation.functions as functions
+    from slime.arguments.problems import Problems
+
+    (tmp_path / "spaces" / "inner").mkdir(parents=True)
+    (tmp_path / "spaces" / "inner" / "leaf.py").write_text("def reward(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    problems = Problems()
+    functions.check_path("--custom-rm-path", "spaces.inner.leaf.reward", problems)
+    assert problems == []
+    functions.check_path("--custom-rm-path", "spaces.inner.leaf.rewrd", problems)
+    functions.check_path("--custom-rm-path", "spaces.other.leaf.reward", problems)
+    assert ["did you mean spaces.inner.leaf.reward?" in str(problems[0]), "no module" in str(problems[1])] == [True] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import pkgutil
 from argparse import Namespace
 from importlib.machinery import ModuleSpec, PathFinder
@@ -50,13 +51,23 @@ def _find_module(module: str) -> tuple[ModuleSpec | None, str, str]:
     name = top
     for part in rest:
         locations = list(spec.submodule_search_locations or [])
-        spec = PathFinder.find_spec(f"{name}.{part}", locations) if locations else None
+        spec = _find_in(name, part, locations)
         if spec is None:
             there = [m.name for m in pkgutil.iter_modules(locations)]
             close = closest(part, there)
             return None, f"{name} has no module {part}", f"did you mean {name}.{close}?" if close else ""
         name = f"{name}.{part}"
     return spec, "", ""
+
+
+def _find_in(package: str, part: str, locations: list[str]) -> ModuleSpec | None:
+    """The spec of `package.part`; `package` need not be imported."""
+    try:
+        return PathFinder.find_spec(f"{package}.{part}", locations) if locations else None
+    except KeyError:  # a folder without __init__.py, whose path Python works out from the imported parent
+        spec = ModuleSpec(f"{package}.{part}", None, is_package=True)
+        spec.submodule_search_locations = [path for at in locations if os.path.isdir(path := os.path.join(at, part))]
+        return spec
 
 
 def _names_in(spec: ModuleSpec) -> set[str] | None:

@@ -1,0 +1,57 @@
+"""Every example as a user runs it, cut short."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.system.runs import ROOT, read_jsonl
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
+SMALL = ["--sft-steps", "2", "--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"]
+SMALL += ["--global-batch-size", "16"]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Shared, so that the quickstart's model is made once."""
+    return tmp_path_factory.mktemp("examples")
+
+
+def run(name, work, *flags, code=0):
+    command = [sys.executable, "-m", f"examples.{name}.run", "--work", str(work / name), *SMALL, *flags]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def metrics(path):
+    return [line for line in read_jsonl(path / "metrics.jsonl") if "rollout/step" in line]
+
+
+def test_fully_async(work):
+    run("fully_async", work, "--over-sampling-batch-size", "6")
+    assert len(metrics(work / "fully_async" / "run")) == 2
+
+
+def test_eval_multi_task(work):
+    run("eval_multi_task", work, "--eval-interval", "2", "--skip-eval-before-train")
+    lines = read_jsonl(work / "eval_multi_task" / "run" / "metrics.jsonl")
+    (last,) = [line for line in lines if "eval/step" in line]
+    assert {"eval/greedy", "eval/sampled", "eval/format", "eval/sampled-pass@4"} <= last.keys()
+
+
+def test_reproducibility(work):
+    assert "bit-equal" in run("reproducibility", work)
+
+
+@pytest.mark.parametrize("name", ["retool", "search_r1", "multi_agent"])
+def test_multi_turn(work, name):
+    run(name, work)
+    assert len(metrics(work / name / "run")) == 2
+    samples = read_jsonl(work / name / "run" / "samples" / "rollout_000001.jsonl")
+    assert samples and json.dumps(samples[0])
