@@ -146,6 +146,10 @@ def test_an_update_in_mid_request(server, background, other_weights, other_model
 
 
 def test_checker(server, other_weights, tiny_model_dir):
+    status, reply = server.request("/weights_checker", {"action": "checksum"})
+    if status == 400 and "CUDA" in str(reply):
+        pytest.skip("this release of SGLang has no checksums on CPU")
+
     def checksums():
         reply = server.ok("/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in reply["ranks"]]

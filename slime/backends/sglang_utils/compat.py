@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,3 +90,15 @@ class Release:
         routes = frozenset(re.findall(r"@app\.\w+\(\s*\"(/[\w/]*)\"", server))
         held = "is_fully_idle(ignore_waiting=self._engine_paused)" in _source("srt", "managers", "scheduler.py")
         return cls(installed_version() or "unknown", routes, flushes_while_held=held)
+
+
+def sampling_fields() -> frozenset[str] | None:
+    """What `sampling_params` may hold; None from 0.5.18 on, where SGLang refuses other fields with a message.
+
+    Imports SGLang: for its own process only.
+    """
+    if parse_version(installed_version() or "0") >= (0, 5, 18):
+        return None
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return frozenset(inspect.signature(SamplingParams).parameters)

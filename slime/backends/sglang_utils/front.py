@@ -53,10 +53,20 @@ class Front:
         model_path: checkpoint whose vocabulary bounds token ids.
         keeps_released_weights: the server runs with `--enable-weights-cpu-backup`.
         on_cpu: it runs without CUDA.
+        sampling_fields: what may stand in `sampling_params`, where the release does not look itself.
     """
 
-    def __init__(self, app: Any, release: Release, model_path: str, keeps_released_weights: bool, on_cpu: bool):
+    def __init__(
+        self,
+        app: Any,
+        release: Release,
+        model_path: str,
+        keeps_released_weights: bool,
+        on_cpu: bool,
+        sampling_fields: frozenset[str] | None,
+    ):
         self.app = app
+        self.sampling_fields = sampling_fields
         self.release = release
         self.on_cpu = on_cpu
         self.checksums: dict[str, str] = {}
@@ -102,7 +112,7 @@ class Front:
                 await self.generate(scope, receive, send)
             elif path in ("/health", "/health_generate") and self._rests:
                 await respond(send, 200)
-            elif path in ("/get_weight_version", "/weight_version") and path not in self.release.routes:
+            elif path in ("/get_weight_version", "/weight_version"):  # withdrawn by SGLang
                 await self.weight_version(scope, send)
             elif path == "/pull_weights":
                 await self.pull_weights(await read(receive), send)
@@ -150,7 +160,7 @@ class Front:
         """Let a request through when tokens can be computed for it; while generation is paused it waits."""
         body = await read(receive)
         if scope["path"] == "/generate":
-            self._check_token_ids(body)
+            self._check_request(body)
         self._refuse_unless_serving()
         while not self._serving.is_set():
             await self._serving.wait()
@@ -169,11 +179,23 @@ class Front:
         if reason:
             raise Refused(reason, status=503)
 
-    def _check_token_ids(self, body: bytes) -> None:
+    def _check_request(self, body: bytes) -> None:
         try:
-            ids = orjson.loads(body).get("input_ids")
-        except (ValueError, AttributeError):
-            return  # no JSON object: SGLang's own answer is right
+            request = orjson.loads(body)
+        except ValueError:
+            return  # SGLang's own answer is right
+        if not isinstance(request, dict):
+            return
+        self._check_token_ids(request.get("input_ids"))
+        given = request.get("sampling_params")
+        if self.sampling_fields is None:
+            return
+        for params in given if isinstance(given, list) else [given]:
+            unknown = sorted(set(params) - self.sampling_fields) if isinstance(params, dict) else []
+            if unknown:
+                raise Refused(f"sampling_params: unknown field {unknown[0]!r}")
+
+    def _check_token_ids(self, ids: Any) -> None:
         if not ids or not isinstance(ids, list):
             return
         for prompt in ids if isinstance(ids[0], list) else [ids]:

@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import prepare_server_args
 
-    from slime.backends.sglang_utils.compat import Release
+    from slime.backends.sglang_utils.compat import Release, sampling_fields
     from slime.backends.sglang_utils.front import Front
 
     server_args = prepare_server_args([*flags, "--port", str(port)])
@@ -91,6 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         model_path=server_args.model_path,
         keeps_released_weights=server_args.enable_weights_cpu_backup,
         on_cpu=server_args.device == "cpu",
+        sampling_fields=sampling_fields(),
     )
     run_server(server_args)
 
