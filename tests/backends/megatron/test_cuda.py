@@ -1,0 +1,76 @@
+"""The Megatron trainer on one GPU: flash attention over packed rows, bf16, recomputation, offloading."""
+
+import gc
+import math
+
+import pytest
+import torch
+
+from tests.backends.megatron.worlds import start_trainer, stop_trainer, train_rollout
+from tests.backends.trainers import run_world, trainer_args
+from tests.tiny_model import save_tiny_model
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+FLAGS = "--train-backend megatron --device cuda --ci-test --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3".split()
+VARIANTS = {
+    "fp32": ("--dtype", "float32"),
+    "bf16": (),
+    "recomputed": ("--gradient-checkpointing",),
+}
+
+
+def parameters_on_host(trainer):
+    specs = trainer.weights.tensor_specs()
+    out = [torch.empty(spec.shape, dtype=spec.dtype, device="cuda") for spec in specs]
+    trainer.weights.gather(specs, out)
+    return {spec.name: tensor.float().cpu() for spec, tensor in zip(specs, out, strict=True)}
+
+
+def train_variants(rank, world_size, port, model_dir):
+    """{(variant, offloaded in between): (metrics, parameters after two rollouts, memory left while offloaded)}"""
+    results = {}
+    for name, flags in VARIANTS.items():
+        for offload in (False, True):
+            gc.collect()
+            base = torch.cuda.memory_allocated()
+            trainer = start_trainer(trainer_args(model_dir, *FLAGS, *flags), rank, world_size, port, with_ref=True)
+            first = train_rollout(trainer, 0)
+            left = math.nan
+            if offload:
+                before, weights = torch.cuda.memory_allocated() - base, parameters_on_host(trainer)
+                trainer.offload()
+                left = (torch.cuda.memory_allocated() - base) / before
+                sent = trainer._with_parameters(lambda t=trainer: parameters_on_host(t))
+                assert all(torch.equal(sent[key], weights[key]) for key in weights)
+                trainer.onload()
+            train_rollout(trainer, 1)
+            results[name, offload] = (first, parameters_on_host(trainer), left)
+            stop_trainer()
+            del trainer
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("cuda-model"))
+    save_tiny_model(path, head_dim=64, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
+    return run_world(train_variants, 1, path)[0]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_offloading_changes_no_bit_and_frees_the_gpu(results, name):
+    straight, offloaded = results[name, False], results[name, True]
+    assert all(torch.equal(straight[1][key], offloaded[1][key]) for key in straight[1])
+    assert offloaded[2] < 0.1
+
+
+def test_bf16_is_fp32_within_its_precision(results):
+    fp32, bf16 = results["fp32", False][0], results["bf16", False][0]
+    assert bf16["train/grad_norm"] == pytest.approx(fp32["train/grad_norm"], rel=0.05)
+    assert bf16["train/entropy_loss"] == pytest.approx(fp32["train/entropy_loss"], rel=0.01)
+
+
+def test_recomputation_gives_the_same_gradients(results):
+    plain, again = results["bf16", False][0], results["recomputed", False][0]
+    assert again["train/grad_norm"] == pytest.approx(plain["train/grad_norm"], rel=1e-3)
