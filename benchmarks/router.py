@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import statistics
 import subprocess
 import sys
@@ -160,7 +161,7 @@ async def run(args: argparse.Namespace) -> dict:
             systems = {"direct": workers, "slime": [servers.start("slime.router.server", "--log-level", "WARNING")]}
             python = find_python(args.sglang_router_env)
             if python is not None:
-                flags = "--policy power_of_two --log-level error"
+                flags = "--policy round_robin --log-level error"
                 systems["sglang-router"] = [
                     servers.start("slime.router.sglang", "--python", python, f"--flags={flags}")
                 ]
@@ -184,6 +185,8 @@ def main() -> None:
     parser.add_argument("--port-file", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.port_file:
+        # sglang-router asks first whether it is a gRPC server.
+        logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
         asyncio.run(worker(args.port_file, args.worker_seconds))
         return
     settings = {k: v for k, v in vars(args).items() if k not in ("port_file", "sglang_router_env")}

@@ -29,7 +29,7 @@ class EngineRecovery:
         self.actor = actor
         self._connected_to: list[str] | None = None
         self._failures = 0
-        if args.use_fault_tolerance:
+        if args.use_fault_tolerance and not args.debug_train_only:
             session.on_event(manager.wait_for_unsynced_engines.remote, self._sync_restarted)
 
     def update_weights(self) -> dict[str, float]:

@@ -65,7 +65,7 @@ class RolloutManager:
         self.args = args
         self.placement = placement
         self.fleet: EngineFleet | None = None
-        self._restarts = 0
+        self._restarts_seen = 0
         self._parallel: dict[str, int] = {}
         self.data_source: Any = None
         self.rollout_fn: Any = None
@@ -190,6 +190,9 @@ class RolloutManager:
         seconds = time.perf_counter() - start
         self.run_dir.write_samples(f"rollout_{rollout_id:06d}", samples)
         metrics = self._rollout_metrics(rollout_id, samples, extra, seconds)
+        if self.args.use_fault_tolerance and self.fleet is not None:
+            restarts, self._restarts_seen = self.fleet.restarts - self._restarts_seen, self.fleet.restarts
+            metrics["rollout/engine_restarts"] = restarts  # since the last rollout
         if self.args.debug_rollout_only:
             return GenerateResult([], metrics, [s.index for s in samples], count_token_versions(samples))
         with_data = time.perf_counter()

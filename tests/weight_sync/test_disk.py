@@ -190,13 +190,13 @@ def update_through_disk(rank, world_size, port, model_dir, urls, root):
         trainer.args.update_weight_mode = mode
         trainer.args.update_weight_disk_dir = str(shared / mode)
         trainer.args.update_weight_local_checkpoint_dir = f"{root}/local" if mode == "delta" else None
-        trainer._publisher = None
+        trainer._connections = None
         trainer.set_rollout_engines(urls, [[0], [1]])
         written = []
         for step in range(4):
             train_rollout(trainer, trainer.optimizer.steps_done)
             if step == 2 and mode == "delta" and rank == 0:
-                publish = trainer._publisher._write
+                publish = trainer._connections._publisher._write
 
                 def lose(version, base, publish=publish):
                     written = publish(version, base)
@@ -204,7 +204,7 @@ def update_through_disk(rank, world_size, port, model_dir, urls, root):
                         (version_dir(shared / "delta", version) / "delta-00001.safetensors").unlink()
                     return written
 
-                trainer._publisher._write = lose
+                trainer._connections._publisher._write = lose
             metrics = trainer.update_weights()
             torch.distributed.barrier()
             written.append(metrics["perf/update_weights_bytes"] if rank == 0 else None)

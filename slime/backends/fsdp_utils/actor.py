@@ -26,10 +26,7 @@ from slime.training.hooks import call_data_postprocess
 from slime.training.losses import LossOutput, compute_loss
 from slime.training.reducers import make_reducer
 from slime.training.rollout_data import RankData
-from slime.weight_sync.disk import DiskPublisher, DiskUpdater
-from slime.weight_sync.distributed import DistributedTransport
-from slime.weight_sync.engines import Engines
-from slime.weight_sync.tensor import TensorTransport
+from slime.weight_sync.connect import EngineConnections
 from slime.weight_sync.updater import WeightUpdater
 
 
@@ -41,7 +38,7 @@ class FSDPTrainRayActor(FSDPTrainer):
             self.model, self.dtype, self.mesh, self.device, self.lora.scale if self.lora else 1.0
         )
         self.updater: WeightUpdater | None = None
-        self._publisher: DiskPublisher | None = None
+        self._connections: EngineConnections | None = None
         self._sent_at: int | None = None  # optimizer steps done at the last update
         self.reference: HostCopy | None = None
         if with_ref:
@@ -221,28 +218,11 @@ class FSDPTrainRayActor(FSDPTrainer):
             self._sent.remember(updater.version, self.optimizer.steps_done)
 
     def _updater_for(self, urls: list[str], engine_slots: list[list[int]], version: int) -> WeightUpdater:
-        args = self.args
-        engines = Engines(urls)
-        size = args.update_weight_buffer_size
-        if args.update_weight_transport == "disk":
-            if self._publisher is None:
-                self._publisher = DiskPublisher(args, self.weights, self.rank, self.device)
-            return DiskUpdater(self._publisher, engines, version, args.update_weights_pause_mode)
-        if args.colocate:
-            transport = TensorTransport(engines, engine_slots, self.rank, self.device)
-        else:
-            transport = DistributedTransport(
-                engines,
-                [len(slots) for slots in engine_slots],
-                self.rank,
-                self.device,
-                args.distributed_backend,
-                self.node_address(),
-                f"slime-{self.role}",
-                timeout=60.0 * args.distributed_timeout_minutes,
+        if self._connections is None:
+            self._connections = EngineConnections(
+                self.args, self.weights, self.rank, self.device, self.role, self.node_address()
             )
-        pause = args.update_weights_pause_mode
-        return WeightUpdater(self.weights, transport, engines, self.rank, size, version, pause)
+        return self._connections.connect(urls, engine_slots, version)
 
     def _write(self, rollout_id: int) -> None:
         args = self.args

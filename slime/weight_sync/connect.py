@@ -1,0 +1,61 @@
+"""From the arguments to the way on which a trainer's weights reach its engines."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+from slime.weight_sync.buckets import WeightSource
+from slime.weight_sync.disk import DiskPublisher, DiskUpdater
+from slime.weight_sync.distributed import DistributedTransport
+from slime.weight_sync.engines import Engines
+from slime.weight_sync.tensor import TensorTransport
+from slime.weight_sync.updater import WeightUpdater
+
+
+class EngineConnections:
+    """Makes the `WeightUpdater` for a set of engines. Collective over the trainer's ranks.
+
+    Args:
+        source: the trainer's weights.
+        rank, device: of this trainer rank.
+        role: what the names of process groups start with.
+        address: of this node, for the engines.
+    """
+
+    def __init__(
+        self, args: Namespace, source: WeightSource, rank: int, device: torch.device, role: str, address: str
+    ) -> None:
+        self.args = args
+        self.source = source
+        self.rank = rank
+        self.device = device
+        self.role = role
+        self.address = address
+        self._publisher: DiskPublisher | None = None
+
+    def connect(self, urls: list[str], engine_slots: list[list[int]], version: int) -> WeightUpdater:
+        """The connection to engines that hold weight version `version`. See `TrainRayActor.set_rollout_engines`."""
+        args, engines = self.args, Engines(urls)
+        pause = args.update_weights_pause_mode
+        if args.update_weight_transport == "disk":
+            # What was published outlives the connection: engines that come later load it, deltas build on it.
+            self._publisher = self._publisher or DiskPublisher(args, self.source, self.rank, self.device)
+            return DiskUpdater(self._publisher, engines, version, pause)
+        if args.colocate:
+            transport = TensorTransport(engines, engine_slots, self.rank, self.device)
+        else:
+            transport = DistributedTransport(
+                engines,
+                [len(slots) for slots in engine_slots],
+                self.rank,
+                self.device,
+                args.distributed_backend,
+                self.address,
+                f"slime-{self.role}",
+                timeout=60.0 * args.distributed_timeout_minutes,
+            )
+        return WeightUpdater(
+            self.source, transport, engines, self.rank, args.update_weight_buffer_size, version, pause
+        )
