@@ -1,7 +1,8 @@
 """Why flags are not available yet: one sentence per feature, shared by the tables."""
 
 MEGATRON = "this part of the Megatron trainer is not built yet"
-SGLANG = "it belongs to the SGLang engine, which is not built yet; use --rollout-engine embedded"
+SERVER_GROUPS = "server groups are not built yet; all engines get the same --sglang-* arguments"
+PREFILL = "prefill / decode disaggregation is not built yet"
 ROUTING_REPLAY = "routing replay for MoE models is not built yet"
 TENSOR_PARALLEL_ENGINE = "the embedded engine runs on one device; engines over several need SGLang"
 ROLLOUT_BUFFER = "the external rollout-buffer service is not built yet"
@@ -9,5 +10,5 @@ OTHER_ATTENTION = "packed rows run through slime's own variable-length attention
 RELEASE_TRAIN = "re-creating trainer actors between steps is not built yet"
 FP16 = "training in float16 needs loss scaling, which is not built yet; use bfloat16"
 NIXL = "rollout data travels through Ray's object store only"
-OPTIMIZER = "only Adam with its state on the training device is built"
+OPTIMIZER = "only AdamW is built"
 MULTI_NODE_POST = "posting through Ray actors on every node is not built yet"

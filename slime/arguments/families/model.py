@@ -52,6 +52,18 @@ FAMILY = Family(
             help="Keep parameters, gradients and optimizer state in host memory.",
         ),
         Flag(
+            "--fsdp-offload-activations",
+            action=STORE_TRUE,
+            help="Keep what the backward pass needs of each layer in host memory; with --gradient-checkpointing that "
+            "is one hidden state per layer.",
+        ),
+        Flag(
+            "--fsdp-reduce-grads-once",
+            action=STORE_TRUE,
+            help="Reduce gradients over the trainers after the last micro-batch of a step only: less traffic, but "
+            "every trainer holds all gradients in fp32.",
+        ),
+        Flag(
             "--fsdp-state-dict-cpu-offload",
             action=STORE_TRUE,
             help="Move state dicts to host memory while saving.",

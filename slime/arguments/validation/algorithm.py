@@ -41,6 +41,7 @@ def complete(args: Namespace, problems: Problems) -> None:
     _complete_distillation(args, problems)
     _check_copies(args, problems)
     _complete_lora(args, problems)
+    _check_optimizer(args, problems)
     if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
         problems.add(
             "--advantage-estimator",
@@ -175,6 +176,16 @@ def _complete_lora(args: Namespace, problems: Problems) -> None:
             "--lora-rank",
             args.lora_rank,
             "excludes --true-on-policy-mode: engines have merged weights, the trainer adapters beside them",
+            "leave one of the two out",
+        )
+
+
+def _check_optimizer(args: Namespace, problems: Problems) -> None:
+    if args.optimizer == "cpu_adam" and args.fsdp_cpu_offload:
+        problems.add(
+            "--optimizer",
+            "cpu_adam",
+            "has no effect with --fsdp-cpu-offload, which keeps parameters and moments in host memory",
             "leave one of the two out",
         )
 

@@ -155,6 +155,8 @@ class ModelOptions:
     trust_remote_code: bool = False
     batch_invariant: bool = False
     """Build an `InvariantPolicyModel`."""
+    offload_activations: bool = False
+    """Keep what the backward pass needs of each layer in host memory."""
     lora: LoraOptions | None = None
     """Train adapters instead of the weights."""
 
@@ -201,6 +203,17 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
+def offload_activations(model: nn.Module, device: torch.device) -> None:
+    """What backward needs of each layer goes to (pinned) host memory; with recomputation that is the layer's input."""
+
+    def offloaded(forward: Callable[..., Any], *args, **kwargs) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+            return forward(*args, **kwargs)
+
+    for layer in decoder_layers(model):
+        layer.forward = partial(offloaded, layer.forward)
+
+
 Wrapper = TypeVar("Wrapper", bound=PolicyModel)
 
 
@@ -221,7 +234,10 @@ def build_policy(
         model = load_causal_lm(options.path, options.param_dtype, device, options.trust_remote_code)
         if options.lora is not None:
             add_adapters(model, options.lora, options.compute_dtype)
-        return wrap(model, options.gradient_checkpointing, cp)
+        policy = wrap(model, options.gradient_checkpointing, cp)
+        if options.offload_activations:
+            offload_activations(model, device)
+        return policy
 
     if mesh.get_rank() == 0:
         model = load_causal_lm(options.path, options.param_dtype, "cpu", options.trust_remote_code)
@@ -230,6 +246,8 @@ def build_policy(
     if options.lora is not None:
         add_adapters(model, options.lora, options.compute_dtype)
     policy = wrap(model, options.gradient_checkpointing, cp)
+    if options.offload_activations:
+        offload_activations(model, device)
     shard = partial(
         fully_shard,
         mesh=mesh,

@@ -107,6 +107,7 @@ class FSDPTrainer(TrainRayActor):
             gradient_checkpointing=args.gradient_checkpointing,
             cpu_offload=args.fsdp_cpu_offload,
             trust_remote_code=args.trust_remote_code,
+            offload_activations=args.fsdp_offload_activations,
             lora=self.lora,
             batch_invariant=args.true_on_policy_mode,
         )
@@ -123,6 +124,7 @@ class FSDPTrainer(TrainRayActor):
             weight_decay=args.weight_decay,
             clip_grad=args.clip_grad,
             group=self.mesh.get_group() if self.world_size > 1 else None,
+            host=args.optimizer == "cpu_adam",
         )
 
     def _resume(self) -> bool:
@@ -168,11 +170,15 @@ class FSDPTrainer(TrainRayActor):
         raise NotImplementedError
 
     def _train_step(self, data: RankData, step: int) -> dict[str, float]:
-        """One optimizer step over its micro-batches. Gradients are reduced over ranks with the last one only."""
+        """One optimizer step over its micro-batches.
+
+        Gradients are reduced over the ranks after each, so that a rank holds its shard of them alone; or after the
+        last only, for which every rank adds up all gradients in fp32 (`--fsdp-reduce-grads-once`).
+        """
         totals: dict[str, torch.Tensor] = {}
         count = len(data.steps[step])
         for index in range(count):
-            self.model.set_gradient_sync(index == count - 1)
+            self.model.set_gradient_sync(index == count - 1 or not self.args.fsdp_reduce_grads_once)
             batch = data.micro_batch(step, index, self.device)
             loss, metrics = self._loss(batch, data.steps[step][index])
             # FSDP averages gradients over all ranks; each has its share of their sum.
