@@ -73,8 +73,8 @@ FAMILY = Family(
             choices=("float32", "bfloat16", "float16"),
         ),
         Flag("--sglang-server-concurrency", integer, 512, "Requests in flight per engine."),
-        Flag("--sglang-config", text, help="YAML of server groups.", pending=pending.SGLANG),
-        Flag("--prefill-num-servers", integer, help="Servers that only prefill.", pending=pending.SGLANG),
+        Flag("--sglang-config", text, help="YAML of server groups.", pending=pending.SERVER_GROUPS),
+        Flag("--prefill-num-servers", integer, help="Servers that only prefill.", pending=pending.PREFILL),
         Flag(
             "--rollout-external",
             action=STORE_TRUE,
