@@ -28,11 +28,14 @@ from slime.router.sglang import find_python
 from slime.utils.misc import atomic_write
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 256
-PAYLOAD = {
-    "input_ids": list(range(PROMPT_TOKENS)),
-    "sampling_params": {"max_new_tokens": RESPONSE_TOKENS, "temperature": 1.0},
-    "return_logprob": True,
-}
+PAYLOAD = json.dumps(
+    {
+        "input_ids": list(range(PROMPT_TOKENS)),
+        "sampling_params": {"max_new_tokens": RESPONSE_TOKENS, "temperature": 1.0},
+        "return_logprob": True,
+    }
+).encode()
+HEADERS = {"Content-Type": "application/json"}
 START_SECS = 60.0
 
 
@@ -116,7 +119,7 @@ async def one_round(session: aiohttp.ClientSession, urls: list[str], requests: i
     async def client() -> None:
         for index in left:
             start = time.perf_counter()
-            async with session.post(f"{urls[index % len(urls)]}/generate", json=PAYLOAD) as reply:
+            async with session.post(f"{urls[index % len(urls)]}/generate", data=PAYLOAD, headers=HEADERS) as reply:
                 body = await reply.read()
                 if reply.status != 200 or len(body) < 1000:
                     raise RuntimeError(f"status {reply.status}: {body[:200]!r}")
