@@ -63,7 +63,7 @@ class _Group:
 
     samples: list
     version: int
-    """The oldest weights that may have generated a token of it."""
+    """The oldest weights that may have generated a token of it; 0 where no bound asks for them."""
     tokens: int = 0
     """Response tokens at the last interruption."""
     interruptions: int = 0
@@ -118,7 +118,8 @@ class RolloutWorker:
         args = self.args
         self.changed = asyncio.Event()
         self.state.rollout_id = rollout_id
-        self.bound.begin(await engine_weight_version(args), rollout_id)
+        if self.bound.limit is not None:
+            self.bound.begin(await engine_weight_version(args), rollout_id)
         if not self.running and not self.waiting:
             self._start_prompts(self.data_source.get_buffer_length())
         self._admit()
@@ -182,7 +183,9 @@ class RolloutWorker:
     def _start_prompts(self, count: int) -> None:
         """Start groups of the data source: first those that a checkpoint or a plug-in has put into its buffer."""
         for samples in self.data_source.get_samples(count):
-            self._start(_Group(samples, oldest_version(samples, self.bound.version), _token_count(samples)))
+            bounded = self.bound.limit is not None
+            version = oldest_version(samples, self.bound.version) if bounded else 0
+            self._start(_Group(samples, version, _token_count(samples)))
 
     def _count_held_time(self, held: bool) -> None:
         now = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from slime.rollout.errors import RolloutError
-from slime.rollout.generation import worker_urls
+from slime.rollout.generation import router_url
 from slime.utils.http_utils import get
 from slime.utils.misc import flatten
 
@@ -75,13 +75,13 @@ def oldest_version(group: Iterable, current: int) -> int:
 
 
 async def engine_weight_version(args) -> int:
-    """The weight version that the engines serve.
+    """The weight version that the engines serve; between updates it is the same for all.
 
     Raises:
-        RolloutError: a version is not a number, so no age can be told from it.
+        RolloutError: it is not a number, so no age can be told from it.
     """
-    infos = [await get(f"{url}/model_info") for url in await worker_urls(args)]
-    return max((_number(str(info["weight_version"])) for info in infos), default=0)
+    info = await get(f"{router_url(args)}/get_model_info")
+    return _number(str(info["weight_version"]))
 
 
 def _number(version: str) -> int:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 
 class ScriptedEngine:
-    """/generate, /abort_request, /model_info, and /workers of a router whose only worker it is.
+    """/generate, /abort_request, /get_model_info, and /workers of a router whose only worker it is.
 
     Emits one token per `token_seconds`; replies depend on seed and prompt alone. `hang_when(payload)` makes a request
     wait after two tokens until it is aborted, `slow_when(payload)` takes twenty times as long per token.
@@ -90,7 +90,7 @@ class ScriptedEngine:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort)
-        app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/get_model_info", self.model_info)
         app.router.add_get("/workers", self.workers)
         return app
 
