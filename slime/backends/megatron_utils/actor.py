@@ -63,7 +63,7 @@ class MegatronTrainRayActor(TrainRayActor):
             self.reference.save()
         self._build_optimizer()
         self._rest: HostCopy | None = None
-        self._released = False
+        self._rest_released = self._parameters_released = False
         self.progress = Progress()
         self._resumed = self._resume()
         self.updater: WeightUpdater | None = None
@@ -348,8 +348,8 @@ class MegatronTrainRayActor(TrainRayActor):
         return self.updater
 
     def _with_parameters(self, action: Callable[[], Any]) -> Any:
-        """Run what only reads the parameters with them on the device, even while the rest is offloaded."""
-        if not self._released:
+        """Run what only reads the parameters with them on the device, even while they are offloaded."""
+        if not self._parameters_released:
             return action()
         self._params.restore()
         try:
@@ -368,7 +368,7 @@ class MegatronTrainRayActor(TrainRayActor):
         from slime.backends.megatron_utils.hf_export import export_hf
 
         args = self.args
-        released = self._released
+        released = self._rest_released
         if released:
             self._onload()
         if args.save is not None:
@@ -382,8 +382,9 @@ class MegatronTrainRayActor(TrainRayActor):
         if released:
             self._offload()
 
-    def offload(self) -> dict[str, float] | None:
-        return self._timed("sleep", self._offload)
+    def offload(self, keep_parameters: bool = False) -> dict[str, float] | None:
+        """Give device memory back; `keep_parameters`: what weights are sent from stays for now."""
+        return self._timed("sleep", lambda: self._offload(keep_parameters))
 
     def onload(self) -> dict[str, float] | None:
         return self._timed("wake_up", self._onload)
@@ -392,30 +393,34 @@ class MegatronTrainRayActor(TrainRayActor):
         buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
         return [buffer.grad_data for buffer in buffers]
 
-    def _offload(self) -> None:
+    def _offload(self, keep_parameters: bool = False) -> None:
         """Parameters and optimizer state to pinned host memory; gradients are dropped. On CPU nothing is given."""
-        if self.device.type == "cpu" or self._released:
+        if self.device.type == "cpu":
             return
-        own = {tensor.untyped_storage()._cdata for tensor in self._params.tensors}
-        state = [t for t in self.optimizer.state_tensors() if t.is_cuda and t.untyped_storage()._cdata not in own]
-        if self._rest is None or len(self._rest.tensors) != len({t.untyped_storage()._cdata for t in state}):
-            self._rest = HostCopy(state)
-        self._params.release()
-        self._rest.release()
-        for gradients in self._gradient_buffers():
-            gradients.untyped_storage().resize_(0)
+        if not self._rest_released:
+            own = {tensor.untyped_storage()._cdata for tensor in self._params.tensors}
+            state = [t for t in self.optimizer.state_tensors() if t.is_cuda and t.untyped_storage()._cdata not in own]
+            if self._rest is None or len(self._rest.tensors) != len({t.untyped_storage()._cdata for t in state}):
+                self._rest = HostCopy(state)
+            self._rest.release()
+            for gradients in self._gradient_buffers():
+                gradients.untyped_storage().resize_(0)
+            self._rest_released = True
+        if not keep_parameters and not self._parameters_released:
+            self._params.release()
+            self._parameters_released = True
         torch.cuda.empty_cache()
-        self._released = True
 
     def _onload(self) -> None:
-        if not self._released:
-            return
-        self._params.restore()
-        self._rest.restore()
-        for gradients in self._gradient_buffers():
-            gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
-            gradients.zero_()
-        self._released = False
+        if self._parameters_released:
+            self._params.restore()
+            self._parameters_released = False
+        if self._rest_released:
+            self._rest.restore()
+            for gradients in self._gradient_buffers():
+                gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
+                gradients.zero_()
+            self._rest_released = False
 
     def _timed(self, name: str, action: Callable[[], dict[str, float] | None]) -> dict[str, float] | None:
         """Run, and on rank 0 return what `action` returns with the time it took."""

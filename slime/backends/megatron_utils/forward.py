@@ -124,6 +124,7 @@ class Forward:
             "with_entropy": with_entropy,
             "entropy_grad": entropy_grad,
             "chunk_size": self.chunk_size,
+            "kept": row.kept,
         }
         if self.config.tensor_model_parallel_size == 1:
             return token_log_probs(hidden_KD, weight_VD, row.labels, **options)
