@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from slime.engine.weight_groups import join_group
+from slime.weight_sync.disk_format import Manifest, VersionWriter
 from tests.conformance.requests import LONG_PROMPT, TOLERANCE, bucket, encode, error_to, start_long
 from tests.conformance.test_control import push_all
 
@@ -75,6 +76,18 @@ def test_disk(server, other_model_dir, other_model, flush):
     assert server.ok("/get_model_info")["model_path"] == other_model_dir
     server.error("/update_weights_from_disk", {"model_path": "/no/such/dir"})
     assert is_from(other_model, server.generate(LONG_PROMPT, **SAMPLED))
+
+
+def test_published_versions_are_pulled(server, other_model_dir, other_weights, other_model, tmp_path):
+    writer = VersionWriter(tmp_path / "shared", Manifest(4, "run", None, "xor", "xxh3-128"), other_model_dir)
+    writer.add_full(dict(other_weights))
+    writer.publish()
+    places = {"local_checkpoint_dir": str(tmp_path / "local"), "source_dir": str(tmp_path / "shared")}
+    checkpoint = server.ok("/pull_weights", {**places, "target_version": 4})["model_path"]
+    server.ok("/update_weights_from_disk", {"model_path": checkpoint, "weight_version": "4"})
+    check_fresh(server, other_model, "4")
+    assert "weight_v000005 is missing" in server.error("/pull_weights", {**places, "target_version": 5}, status=409)
+    server.error("/pull_weights", places)
 
 
 def test_distributed_over_gloo(server, other_weights, other_model):
