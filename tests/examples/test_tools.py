@@ -103,6 +103,30 @@ def test_bm25_by_hand():
     assert score == pytest.approx(idf * 3 * 2.2 / (3 + norm), rel=1e-6)
 
 
+def test_agents_share_the_reward_and_count_once(cluster_of, rollout_args, tmp_path):
+    import random
+
+    from examples.common.tiny import write_jsonl
+    from examples.multi_agent.run import prompt
+    from slime.ray.train_data import trajectory_ids
+    from tests.rollout.test_openai_endpoint import ChatEngine
+
+    rng = random.Random(0)
+    args = rollout_args(
+        prompt_data=str(write_jsonl(tmp_path / "agents.jsonl", (prompt(rng) for _ in range(8)))), input_key="messages",
+        custom_generate_function_path="examples.multi_agent.generate.generate", rm_type="math",
+        sglang_router_port=cluster_of(ChatEngine()).port,
+    )  # fmt: skip
+    output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
+    samples = list(flatten(output.samples))
+    for group in output.samples:
+        for pieces in group:
+            # The solver's conversation, and one of the checker's for each of its answers.
+            assert len(pieces) == 1 + pieces[0].metadata["round_number"]
+            assert len({piece.reward for piece in pieces}) == len({piece.rollout_id for piece in pieces}) == 1
+    assert len(set(trajectory_ids(samples))) == 8 < len(samples)
+
+
 @pytest.mark.parametrize(
     ("response", "reward"),
     [
