@@ -96,10 +96,12 @@ class Loop:
         if args.debug_train_only or args.debug_rollout_only:
             return {}
         with self.phase("updating weights"):
-            metrics = wait(self.actor.call("offload"))[0] if args.offload_train else {}
+            metrics = wait(self.actor.call("offload", keep_parameters=True))[0] if args.offload_train else {}
             if args.offload_rollout:
                 wait(self.manager.onload.remote(["weights"]))
             metrics |= self.recovery.update_weights()
+            if args.offload_train:
+                metrics["perf/sleep_time"] += wait(self.actor.call("offload"))[0]["perf/sleep_time"]
             if args.offload_rollout:
                 wait(self.manager.onload.remote(["cuda_graph", "kv_cache"]))
         self.weight_version = int(metrics["train/weight_version"])

@@ -157,7 +157,7 @@ def fuse(model: torch.nn.Module, norm: Callable = rms_norm, rope: Callable = rot
                 copy.__kwdefaults__ = forward.__kwdefaults__
                 module.forward = MethodType(copy, module)
                 attentions += 1
-    logger.info("fused %d norms and the rotary embeddings of %d attention modules", norms, attentions)
+    logger.debug("fused %d norms and the rotary embeddings of %d attention modules", norms, attentions)
     return norms, attentions
 
 

@@ -110,8 +110,8 @@ class TrainRayActor:
         """Write the checkpoint of `rollout_id`; rank 0 returns the metrics."""
         raise NotImplementedError
 
-    def offload(self) -> dict[str, float] | None:
-        """Give device memory to the engines."""
+    def offload(self, keep_parameters: bool = False) -> dict[str, float] | None:
+        """Give device memory to the engines; `keep_parameters`: what weights are sent from stays for now."""
         raise NotImplementedError
 
     def onload(self) -> dict[str, float] | None:

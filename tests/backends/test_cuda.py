@@ -95,15 +95,16 @@ def sync(rank, world_size, port, model_dir, url, root):
     memory = []
     for rollout_id in range(4):
         train_rollout(trainer, rollout_id)
-        trainer.offload()
+        trainer.offload(keep_parameters=True)
         trainer.update_weights()
+        trainer.offload()
         memory.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
         trainer.onload()
     trainer.check_weights()
     tensor_reply = generate(url)
     trainer.offload()
     trainer.save_model(3)
-    assert trainer._released
+    assert trainer._parameters_released
     trainer.onload()
     held = masters(trainer)
     resumed = make_trainer(
@@ -142,7 +143,7 @@ def test_weights_reach_an_engine_on_the_same_gpu(model_dir, tmp_path):
         ((memory, reply, expected),) = run_world(sync, 1, model_dir, server.url, str(tmp_path / "run"))
     finally:
         server.stop()
-    assert memory[-1] == memory[1], memory  # nothing piles up
+    assert memory[-1] <= memory[1], memory  # nothing piles up
     served = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
     assert (served - expected[-len(served) :]).abs().max() < 0.05
     assert reply["meta_info"]["weight_version"] == "4"

@@ -253,8 +253,8 @@ class FSDPTrainRayActor(FSDPTrainer):
         return self.updater
 
     def _with_parameters(self, action: Callable[[], Any]) -> Any:
-        """Run what only reads the parameters with them on the device, even while the rest is offloaded."""
-        if not self._released:
+        """Run what only reads the parameters with them on the device, even while they are offloaded."""
+        if not self._parameters_released:
             return action()
         self._restore_parameters()
         try:

@@ -75,7 +75,7 @@ class FSDPTrainer(TrainRayActor):
         self._trained = HostCopy(local_tensor(p) for p in parameters if p.requires_grad)
         self._frozen = HostCopy((local_tensor(p) for p in parameters if not p.requires_grad), constant=True)
         self._moments: HostCopy | None = None
-        self._released = False
+        self._moments_released = self._parameters_released = False
         self.optimizer = self._build_optimizer()
         self.progress = Progress()
         self._copy_initial_weights(with_ref)
@@ -220,7 +220,7 @@ class FSDPTrainer(TrainRayActor):
         return self._timed("save_model", lambda: self._save(rollout_id))
 
     def _save(self, rollout_id: int) -> None:
-        released = self._released
+        released = self._moments_released
         if released:
             self._onload()
         self.progress.next_rollout_id = rollout_id + 1
@@ -247,33 +247,37 @@ class FSDPTrainer(TrainRayActor):
         """A context in which the model holds the reference, when that cannot be found elsewhere."""
         return None
 
-    def offload(self) -> dict[str, float] | None:
-        return self._timed("sleep", self._offload)
+    def offload(self, keep_parameters: bool = False) -> dict[str, float] | None:
+        """Give device memory back; `keep_parameters`: what weights are sent from stays for now."""
+        return self._timed("sleep", lambda: self._offload(keep_parameters))
 
     def onload(self) -> dict[str, float] | None:
         return self._timed("wake_up", self._onload)
 
-    def _offload(self) -> None:
+    def _offload(self, keep_parameters: bool = False) -> None:
         """Parameters and optimizer state to pinned host memory. On CPU there is nothing to give back."""
-        if self.device.type == "cpu" or self.args.fsdp_cpu_offload or self._released:
+        if self.device.type == "cpu" or self.args.fsdp_cpu_offload:
             return
-        if self._moments is None and self.optimizer.adam.state:
-            self._moments = HostCopy(self.optimizer.local_tensors())
-        self.model.free_unsharded()
-        self._trained.release()
-        self._frozen.release()
-        if self._moments is not None:
-            self._moments.release()
+        if not self._moments_released:
+            if self._moments is None and self.optimizer.adam.state:
+                self._moments = HostCopy(self.optimizer.local_tensors())
+            self.model.free_unsharded()
+            if self._moments is not None:
+                self._moments.release()
+            self._moments_released = True
+        if not keep_parameters and not self._parameters_released:
+            self._trained.release()
+            self._frozen.release()
+            self._parameters_released = True
         torch.cuda.empty_cache()
-        self._released = True
 
     def _onload(self) -> None:
-        if not self._released:
-            return
-        self._restore_parameters()
-        if self._moments is not None:
+        if self._parameters_released:
+            self._restore_parameters()
+            self._parameters_released = False
+        if self._moments_released and self._moments is not None:
             self._moments.restore()
-        self._released = False
+        self._moments_released = False
 
     def _restore_parameters(self) -> None:
         self._trained.restore()

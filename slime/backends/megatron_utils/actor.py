@@ -19,7 +19,7 @@ from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
 from slime.backends.fsdp_utils.metrics import memory_metrics, rollout_means, speed_metrics, sum_over_ranks
 from slime.backends.fsdp_utils.optimizer import schedule_from_args
 from slime.backends.megatron_utils import compat
-from slime.backends.megatron_utils.architecture import read_architecture
+from slime.backends.megatron_utils.architecture import is_hf_directory, read_architecture
 from slime.backends.megatron_utils.settings import config_overrides, parallel_sizes
 from slime.observability.timer import Timer
 from slime.ray.train_actor import TrainRayActor
@@ -51,6 +51,9 @@ class MegatronTrainRayActor(TrainRayActor):
             # Megatron overlaps tensor-parallel communication only if kernels start in the order of their launch.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         compat.install()
+        # Megatron is imported only now: it reads what `compat` prepares.
+        from slime.backends.megatron_utils.weights import load_hf
+
         if args.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(args.seed + self.rank)
@@ -61,6 +64,8 @@ class MegatronTrainRayActor(TrainRayActor):
             # The trained model starts as the reference; a checkpoint is read into it only afterwards.
             self.reference = HostCopy(self._params.tensors)
             self.reference.save()
+        if is_hf_directory(args.load) and args.load != (args.ref_load or args.hf_checkpoint):
+            load_hf(self.model, self.architecture, args.load)
         self._build_optimizer()
         self._rest: HostCopy | None = None
         self._rest_released = self._parameters_released = False
@@ -73,7 +78,6 @@ class MegatronTrainRayActor(TrainRayActor):
         return self.progress.next_rollout_id if args.start_rollout_id is None else args.start_rollout_id
 
     def _build_model(self) -> None:
-        # Megatron is imported only now: it reads what `compat` prepares.
         from megatron.core import parallel_state
 
         from slime.backends.megatron_utils.forward import Forward

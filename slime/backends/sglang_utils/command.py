@@ -12,6 +12,9 @@ from slime.arguments.parser import SERVER_FLAGS
 from slime.backends.sglang_utils.arguments import given_words, to_words
 from slime.backends.sglang_utils.cpu import CPU_ENGINE, CPU_FLAGS
 
+QUIET_FLAGS = {"log_level_http": "warning"}
+"""A line per request would bury what the log is read for."""
+
 
 def launch_command(
     args: Namespace,
@@ -31,7 +34,8 @@ def launch_command(
     words: list[str] = []
     for name, value in _own_arguments(args, rank, host, node_rank, nnodes, dist_init_addr).items():
         words += to_words(name, value)
-    for name, value in (CPU_FLAGS if args.device == "cpu" else {}).items():
+    preferred = {**QUIET_FLAGS, **(CPU_FLAGS if args.device == "cpu" else {})}
+    for name, value in preferred.items():
         flag = to_words(name, value)
         if flag[0] not in asked:
             words += flag
