@@ -76,6 +76,12 @@ FAMILY = Family(
             dest="compute_advantages_and_returns",
             help="No advantages (SFT, custom losses).",
         ),
+        Flag(
+            "--moe-aux-loss-coeff",
+            number,
+            0.0,
+            "Weight of the load-balancing loss of mixture-of-experts models (fsdp), beside the policy's loss.",
+        ),
         Flag("--calculate-per-token-loss", action=STORE_TRUE, help="Mean over tokens instead of samples."),
         Flag("--use-rollout-logprobs", action=STORE_TRUE, help="The engine's log-probs are the old policy's."),
         Flag("--use-rollout-entropy", action=STORE_TRUE, help="Compute entropy in the log-prob pass, too."),

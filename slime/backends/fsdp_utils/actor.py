@@ -18,6 +18,7 @@ from slime.backends.fsdp_utils.hf_export import export_hf
 from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
 from slime.backends.fsdp_utils.metrics import rollout_means
 from slime.backends.fsdp_utils.model import PolicyModel
+from slime.backends.fsdp_utils.router import RouterTap
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.backends.fsdp_utils.weights import ShardedWeights
 from slime.training.advantages import compute_advantages
@@ -45,6 +46,7 @@ class FSDPTrainRayActor(FSDPTrainer):
             # Parameters that are not trained are the reference's, too.
             self.reference = HostCopy(self._trained.tensors)
             self.reference.save()
+        self.router = RouterTap(self.model.model)
         self._sent = SentWeights(self._trained)
         self.teacher: Teacher | None = None
         if self.args.opd_type == "trainer":
@@ -179,15 +181,23 @@ class FSDPTrainRayActor(FSDPTrainer):
 
     def _loss(self, batch: MicroBatch, samples: list[int]) -> LossOutput:
         args = self.args
-        log_probs_R, entropy_R, logits = self._forward(
-            self.model,
-            batch,
-            with_entropy=args.loss_type == "policy_loss",
-            with_logits=args.loss_type == "custom_loss",
-        )
+        with self.router.recording() as router_logits:
+            log_probs_R, entropy_R, logits = self._forward(
+                self.model,
+                batch,
+                with_entropy=args.loss_type == "policy_loss",
+                with_logits=args.loss_type == "custom_loss",
+            )
         self._kept.update(zip(samples, batch.split(log_probs_R.detach()), strict=True))
         reduce = make_reducer(batch, args.calculate_per_token_loss)
-        return compute_loss(args, batch, log_probs_R, entropy_R, reduce, logits)
+        loss, metrics = compute_loss(args, batch, log_probs_R, entropy_R, reduce, logits)
+        if router_logits:
+            balance = self.router.balance(router_logits)
+            # The micro-batch's part of the loss; context-parallel ranks have their own tokens and add up.
+            share = reduce(torch.ones_like(batch.loss_masks))
+            loss = loss + args.moe_aux_loss_coeff / self.cp.size * share * balance.loss
+            metrics |= {"moe_aux_loss": share * balance.loss.detach(), "moe_max_load": share * balance.max_load}
+        return loss, metrics
 
     def _dump_train_data(self, rollout_id: int, data: RankData) -> None:
         if self.args.save_debug_train_data is None or self.cp.rank != 0:
