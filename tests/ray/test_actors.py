@@ -212,5 +212,7 @@ class TestWait:
 
     def test_a_dead_actor_is_named(self, session, worker):
         session.run_dir.log_file("train-0").write_text("the end of the log")
-        with pytest.raises(RunError, match=r"train-0 died[\s\S]*the end of the log"):
+        session.args.save = str(session.run_dir.path)
+        (session.run_dir.path / "latest_checkpointed_iteration.txt").write_text("3")
+        with pytest.raises(RunError, match=r"train-0 died[\s\S]*the end of the log[\s\S]*--load .* continues"):
             session.wait(worker.die.remote())
