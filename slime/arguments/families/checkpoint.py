@@ -11,7 +11,8 @@ FAMILY = Family(
             "--load",
             text,
             help="Checkpoint directory to resume. Without latest_checkpointed_iteration.txt in it the run starts "
-            "from --ref-load, else from --hf-checkpoint.",
+            "from --ref-load, else from --hf-checkpoint. With --train-backend megatron also a Hugging Face directory "
+            "to start from.",
         ),
         Flag("--save", text, help="Checkpoint directory to write.", aliases=("--output-dir",)),
         Flag("--save-interval", integer, help="Save every N rollouts; needs --save."),

@@ -48,6 +48,8 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
     resumes = args.load is not None and os.path.isfile(os.path.join(args.load, TRACKER))
     if resumes:
         _check_tracker(args, problems)
+    elif _is_hf_directory(args):
+        check_weights(args.load, "--load", problems)
     else:
         if args.load is not None:
             logger.info("--load %s holds no %s: starting anew", args.load, TRACKER)
@@ -58,6 +60,12 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
         logger.warning("--start-rollout-id %d is replaced by 0: nothing is resumed", args.start_rollout_id)
     args.finetune = args.no_load_optim = args.no_load_rng = True
     args.start_rollout_id = 0
+
+
+def _is_hf_directory(args: Namespace) -> bool:
+    """Whether --load is a model that the Megatron trainer starts from, without conversion."""
+    megatron = args.train_backend == "megatron" and args.load is not None
+    return megatron and os.path.isfile(os.path.join(args.load, "config.json"))
 
 
 def _check_tracker(args: Namespace, problems: Problems) -> None:

@@ -71,6 +71,10 @@ def read_architecture(path: str) -> Architecture:
     return architecture_of(json.loads(file.read_text()))
 
 
+def is_hf_directory(path: str | None) -> bool:
+    return path is not None and (Path(path) / "config.json").is_file()
+
+
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The architecture that a parsed `config.json` describes. Raises as `read_architecture`."""
     model_type = config.get("model_type")

@@ -58,6 +58,14 @@ def runs(rank, world_size, port, path, root):
         train_rollout(whole, rollout_id)
     results["uninterrupted"] = parameters_of(whole)
     stop_trainer()
+    other = f"{root}/other"
+    if rank == 0:
+        save_family("qwen3_moe", other, seed=1)
+    dist.barrier()
+    direct = trainer({}, load=other)
+    with HFTensors(other) as checkpoint:
+        results["direct"] = all(torch.equal(checkpoint[n], t) for n, t in parameters_of(direct).items())
+    stop_trainer()
     for name, (before, after) in CHANGES.items():
         save = f"{root}/{name.replace(' ', '')}"
         first = trainer(before, save=save, save_hf=save + "/hf-{rollout_id}")
@@ -113,3 +121,8 @@ def test_the_export_holds_every_tensor_bit_for_bit(results):
 def test_exactly_these_stand_ins_for_cuda_are_needed(results):
     """A new release of megatron-core that wants more or less of them shows here."""
     assert results[0]["stand-ins"] == STAND_INS
+
+
+@pytest.mark.integration
+def test_load_takes_a_hugging_face_directory(results):
+    assert all(rank["direct"] for rank in results)

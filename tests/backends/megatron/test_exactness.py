@@ -11,19 +11,23 @@ from tests.tiny_model import save_tiny_model
 
 # With lr = eps = 1 the first AdamW step moves a parameter by -g / (|g| + 1), from which its gradient g follows.
 READABLE = ("--lr", "1", "--adam-eps", "1", "--weight-decay", "0", "--clip-grad", "0", "--calculate-per-token-loss")
-GRPO = ("--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01", "--eps-clip-high", "0.3")
+# --ci-test: what must be exactly zero in the first step is.
+GRPO = ("--ci-test", "--use-kl-loss", "--kl-loss-coef", "0.1", "--entropy-coef", "0.01", "--eps-clip-high", "0.3")
 PACKED = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "60")
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DENSE = {
     "one rank": (1, {}),
+    "every layer recomputed": (1, RECOMPUTED),
     "DP2": (2, {}),
     "TP2": (2, {"tensor_model_parallel_size": 2}),
     "TP2+SP": (2, TP2SP),
     "PP2": (2, PP2),
     "CP2": (2, CP2),
+    "TP2+SP attention recomputed": (2, TP2SP | {"recompute_granularity": "selective"}),
     "CP4": (4, {"context_parallel_size": 4}),
     "TP2+SP PP2": (4, TP2SP | PP2),
     "TP2+SP CP2": (4, TP2SP | CP2),
