@@ -20,6 +20,7 @@ from tests.tiny_model import save_tiny_model
 ENGINES = ("embedded", "sglang")
 WANTED = os.environ.get("SLIME_TEST_SGLANG", "1" if installed_version() else "0") == "1"
 _servers: dict[str, EngineServer] = {}
+_failures: dict[str, str] = {}
 
 if WANTED and importlib.util.find_spec("torchvision"):
     complete_torchvision()  # transformers imports it in this process, too
@@ -28,7 +29,7 @@ if WANTED and importlib.util.find_spec("torchvision"):
 def pytest_generate_tests(metafunc):
     if "server" in metafunc.fixturenames:
         without = pytest.mark.skipif(not WANTED, reason="SGLang is not installed, or SLIME_TEST_SGLANG=0")
-        params = [pytest.param("embedded"), pytest.param("sglang", marks=[without, pytest.mark.timeout(600)])]
+        params = [pytest.param("embedded"), pytest.param("sglang", marks=[without, pytest.mark.timeout(900)])]
         metafunc.parametrize("server", params, indirect=True)
 
 
@@ -37,10 +38,18 @@ def start_server(tiny_model_dir, tmp_path_factory):
     """Start the server of an engine at its first use; it stays up."""
 
     def start(kind: str) -> EngineServer:
+        if kind in _failures:
+            pytest.fail(_failures[kind])
         if kind not in _servers:
             make = {"embedded": EngineServer, "sglang": SGLangServer}[kind]
             flags = ["--max-running-requests", "32"] if kind == "embedded" else []
-            _servers[kind] = make(tiny_model_dir, tmp_path_factory.mktemp(kind), *flags).wait()
+            server = make(tiny_model_dir, tmp_path_factory.mktemp(kind), *flags)
+            try:
+                _servers[kind] = server.wait()
+            except RuntimeError as error:
+                server.process.kill()
+                _failures[kind] = str(error)
+                raise
         return _servers[kind]
 
     yield start

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import urllib.error
+
 from slime.arguments.parser import resolve
 from slime.backends.sglang_utils.command import launch_command, launch_env
 from tests.engine.server_process import EngineServer
@@ -11,7 +14,7 @@ CPU_WORDS = "--device cpu --dtype float32 --rollout-engine sglang --sglang-max-t
 
 class SGLangServer(EngineServer):
     kind = "sglang"
-    start_seconds = 300
+    start_seconds = 800
 
     def command(self, model_path: str) -> tuple[list[str], dict[str, str]]:
         args = resolve([*CPU_WORDS, "--hf-checkpoint", model_path])
@@ -24,9 +27,6 @@ class SGLangServer(EngineServer):
         return self
 
     def wait_healthy(self) -> None:
-        import time
-        import urllib.error
-
         deadline = time.monotonic() + self.start_seconds
         while True:
             try:
