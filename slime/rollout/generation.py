@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
+import json
 import logging
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slime.rollout.errors import HookFailure, RolloutError, blame, describe
 from slime.rollout.generate_state import GenerateState
@@ -55,6 +61,8 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         payload["return_top_p_token_ids"] = True
     with blame("--multimodal-keys", "media", sample):
         payload |= request_fields(sample.multimodal_inputs)
+    if args.use_rollout_routing_replay:
+        payload["return_routed_experts"] = True
     headers = {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None
     try:
         with GenerateState(args).dp_rank_context() as dp_rank:
@@ -68,6 +76,9 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
             + ("; --rollout-max-prompt-len drops long prompts at load" if error.status == 400 else "")
         ) from error
     meta_info = output["meta_info"]
+    if args.use_rollout_routing_replay:
+        count = len(sample.tokens) + len(meta_info.get("output_token_logprobs") or [])
+        sample.rollout_routed_experts = routed_experts(args, meta_info, count)
     scored = meta_info.get("output_token_logprobs") or []
     return sample.append_response_tokens(
         args,
@@ -77,6 +88,28 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         meta_info=meta_info,
         text=output["text"],
     )
+
+
+def routed_experts(args, meta_info: dict[str, Any], tokens: int) -> np.ndarray:
+    """int32 [tokens - 1, layers, top k]: where each token of a sequence but its last went in every layer.
+
+    Raises:
+        RolloutError: the engine's reply has none, or of other tokens.
+    """
+    encoded = meta_info.get("routed_experts")
+    if encoded is None:
+        raise RolloutError("--use-rollout-routing-replay: the engine's reply has no routed_experts")
+    experts = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+    layers = _num_layers(args.hf_checkpoint)
+    if tokens < 2 or len(experts) % ((tokens - 1) * layers):
+        raise RolloutError(f"{len(experts)} routed_experts do not fit {tokens} tokens and {layers} layers")
+    return experts.reshape(tokens - 1, layers, -1)
+
+
+@cache
+def _num_layers(checkpoint: str) -> int:
+    config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
+    return {**config, **(config.get("text_config") or {})}["num_hidden_layers"]
 
 
 def _prompt_ids(args, sample: Sample) -> list[int]:

@@ -70,6 +70,12 @@ class TestDevices:
         assert "memory of a GPU" in one_error("--record-memory-history")
         assert "--record-memory-history" in one_error("--memory-snapshot-num-steps", "3")
 
+    def test_routing_replay_needs_experts_and_an_engine_that_tells(self, setup, one_error):
+        assert "a model with experts" in one_error("--use-routing-replay")
+        model = ("--hf-checkpoint", setup.write_model("experts", num_experts=4))
+        assert setup.load("--use-routing-replay", *model).use_routing_replay
+        assert "returns its routing" in one_error("--use-rollout-routing-replay", *model)
+
     def test_context_parallel_ranks_divide_the_trainers_and_the_heads(self, setup, one_error):
         assert setup.load("--context-parallel-size", "2").context_parallel_size == 2
         assert "must divide the 2 trainer GPUs" in one_error("--context-parallel-size", "4")

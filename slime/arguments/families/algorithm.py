@@ -121,14 +121,12 @@ FAMILY = Family(
         Flag(
             "--use-routing-replay",
             action=STORE_TRUE,
-            help="Record MoE routing in the log-prob pass and replay it in training.",
-            pending=pending.ROUTING_REPLAY,
+            help="Record the routing of expert layers in the log-prob pass and replay it in training.",
         ),
         Flag(
             "--use-rollout-routing-replay",
             action=STORE_TRUE,
-            help="Replay the engine's MoE routing.",
-            pending=pending.ROUTING_REPLAY,
+            help="Replay the engine's routing of expert layers in the log-prob pass and in training.",
         ),
     ),
 )

@@ -62,6 +62,8 @@ def complete(args: Namespace, problems: Problems) -> None:
 
 
 def _check_custom_loss(args: Namespace, problems: Problems) -> None:
+    if args.use_routing_replay and args.loss_type == "sft_loss":
+        problems.add("--use-routing-replay", None, "has no log-prob pass to record in with --loss-type sft_loss")
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
         problems.add("--loss-type", "custom_loss", "needs --custom-loss-function-path", "add it")
     if args.loss_type != "custom_loss" and args.custom_loss_function_path is not None:

@@ -26,6 +26,14 @@ def complete(args: Namespace, problems: Problems) -> None:
     _check_lengths(args, context_of(config), problems)
     _check_heads(args, config, problems)
     experts = next((key for key in EXPERT_KEYS if text_config(config).get(key)), None)
+    if args.use_rollout_routing_replay and args.rollout_engine == "embedded" and not args.debug_train_only:
+        rule = "needs an engine that returns its routing, which --rollout-engine embedded does not"
+        problems.add(
+            "--use-rollout-routing-replay", None, rule, "use --rollout-engine sglang, or --use-routing-replay"
+        )
+    for flag in ("--use-routing-replay", "--use-rollout-routing-replay"):
+        if experts is None and _value(args, flag):
+            problems.add(flag, None, "needs a model with experts, and config.json names none", "leave it out")
     if args.true_on_policy_mode and experts is not None:
         rule = f"covers dense models only, and this one has experts (config.json: {experts})"
         problems.add("--true-on-policy-mode", None, rule, "leave it out")

@@ -17,10 +17,12 @@ from slime.backends.fsdp_utils.copies import SentWeights, Teacher
 from slime.backends.fsdp_utils.hf_export import export_hf
 from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
 from slime.backends.fsdp_utils.metrics import rollout_means
-from slime.backends.fsdp_utils.model import PolicyModel
+from slime.backends.fsdp_utils.model import PolicyModel, decoder_layers
 from slime.backends.fsdp_utils.router import RouterTap
+from slime.backends.fsdp_utils.routing import RolloutRouting
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.backends.fsdp_utils.weights import ShardedWeights
+from slime.modeling.routing_replay import RoutingReplay
 from slime.training.advantages import compute_advantages
 from slime.training.batch import MicroBatch
 from slime.training.hooks import call_data_postprocess
@@ -48,6 +50,10 @@ class FSDPTrainRayActor(FSDPTrainer):
             self.reference.save()
         self.router = RouterTap(self.model.model)
         self._sent = SentWeights(self._trained)
+        self._routing: RolloutRouting | None = None
+        if self.args.use_routing_replay or self.args.use_rollout_routing_replay:
+            replay = RoutingReplay(self.model.model, decoder_layers(self.model.model))
+            self._routing = RolloutRouting(replay, self.args.use_rollout_routing_replay, self.cp)
         self.teacher: Teacher | None = None
         if self.args.opd_type == "trainer":
             self.teacher = Teacher(self._build(self.args.opd_teacher_load), self.device, self.args.fsdp_cpu_offload)
@@ -81,6 +87,8 @@ class FSDPTrainRayActor(FSDPTrainer):
         with self.timer("actor_train"):
             self._kept: dict[int, torch.Tensor] = {}
             steps = [self._train_step(data, step) for step in range(len(data.steps))]
+        if self._routing is not None:
+            self._routing.forget()
         if "log_probs" not in data and args.loss_type == "policy_loss" and len(data.steps) == 1:
             data.set_flat("log_probs", [self._kept[i] for i in range(data.num_samples)])
         if args.ref_update_interval is not None and (rollout_id + 1) % args.ref_update_interval == 0:
@@ -88,7 +96,8 @@ class FSDPTrainRayActor(FSDPTrainer):
         if args.true_on_policy_mode:
             checks.check_on_policy(steps)
         if args.ci_test and old_policy is None:
-            fresh = rollout_id == 0 and not self._resumed
+            # The reference goes its own way through experts that the engine chose for the policy.
+            fresh = rollout_id == 0 and not self._resumed and not args.use_rollout_routing_replay
             checks.check_first_step(args, steps[0], data, fresh_reference=fresh)
         return self._over_steps(steps) | rollout_means(data, self.dp_group, self.device)
 
@@ -110,10 +119,10 @@ class FSDPTrainRayActor(FSDPTrainer):
                 data.set_flat("teacher_log_probs", self._log_probs(data, teacher)[0])
         if old_policy is not None and "log_probs" not in data:
             with self.timer("log_probs"), swapped(self._trained, old_policy):
-                data.set_flat("log_probs", self._log_probs(data, self.model)[0])
+                data.set_flat("log_probs", self._log_probs(data, self.model, routing=self._routing)[0])
         elif "log_probs" not in data and not self._skips_log_prob_pass(data):
             with self.timer("log_probs"):
-                log_probs, entropy = self._log_probs(data, self.model, args.use_rollout_entropy)
+                log_probs, entropy = self._log_probs(data, self.model, args.use_rollout_entropy, self._routing)
             data.set_flat("log_probs", log_probs)
             if entropy is not None:
                 data.set_flat("entropy", entropy)
@@ -144,6 +153,8 @@ class FSDPTrainRayActor(FSDPTrainer):
             return False
         if args.use_rollout_entropy or args.opd_type is not None:
             return False
+        if args.use_routing_replay and not args.use_rollout_routing_replay:
+            return False
         if args.custom_advantage_function_path or args.rollout_data_postprocess_path:
             return False
         # The mismatch is measured between the engine and the weights before the update.
@@ -151,7 +162,11 @@ class FSDPTrainRayActor(FSDPTrainer):
 
     @torch.no_grad()
     def _log_probs(
-        self, data: RankData, model: PolicyModel, with_entropy: bool = False
+        self,
+        data: RankData,
+        model: PolicyModel,
+        with_entropy: bool = False,
+        routing: RolloutRouting | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """Per-sample log-probs (and entropy) of the weights that `model` holds now, in training's micro-batches."""
         log_probs: list[Any] = [None] * data.num_samples
@@ -160,7 +175,11 @@ class FSDPTrainRayActor(FSDPTrainer):
         for step, micro_batches in enumerate(data.steps):
             for index, samples in enumerate(micro_batches):
                 batch = data.micro_batch(step, index, self.device)
+                if routing is not None:
+                    routing.before_log_probs(batch)
                 log_probs_R, entropy_R, _ = self._forward(model, batch, with_entropy)
+                if routing is not None:
+                    routing.after_log_probs(batch, samples)
                 for i, sample in enumerate(samples):
                     log_probs[sample] = batch.split(log_probs_R)[i]
                     if entropy_R is not None:
@@ -181,6 +200,8 @@ class FSDPTrainRayActor(FSDPTrainer):
 
     def _loss(self, batch: MicroBatch, samples: list[int]) -> LossOutput:
         args = self.args
+        if self._routing is not None:
+            self._routing.before_training(batch, samples)
         with self.router.recording() as router_logits:
             log_probs_R, entropy_R, logits = self._forward(
                 self.model,

@@ -189,13 +189,13 @@ class InvariantPolicyModel(PolicyModel):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's blocks, in order.
+    """The model's blocks, in order; sharded or not.
 
     Raises:
         ValueError: the architecture does not say what its blocks are.
     """
     names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = [module for module in model.modules() if names & {base.__name__ for base in type(module).__mro__}]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} names no decoder layers (_no_split_modules), so it cannot be sharded"
