@@ -138,11 +138,11 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float, num_gpus: int) -> dict[str, float]:
     """All metrics of one training rollout that took `seconds` on `num_gpus` worker slots."""
-    scored = [s for s in samples if s.reward is not None]
+    scored = [s for s in samples if s.reward is not None and (args.reward_key or not isinstance(s.reward, dict))]
     metrics: dict[str, float] = sample_metrics(samples) | engine_metrics(samples)
     metrics |= zero_std_counts(args, scored)
     if args.log_reward_category:
-        metrics |= reward_categories(args, scored)
+        metrics |= reward_categories(args, samples)
     out = {f"rollout/{name}": value for name, value in metrics.items()}
     if args.log_correct_samples:
         correct = [s for s in scored if s.get_reward_value(args) == 1]

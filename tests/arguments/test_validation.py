@@ -493,4 +493,12 @@ def test_a_function_in_nested_folders_without_init(tmp_path, monkeypatch):
     assert problems == []
     functions.check_path("--custom-rm-path", "spaces.inner.leaf.rewrd", problems)
     functions.check_path("--custom-rm-path", "spaces.other.leaf.reward", problems)
-    assert ["did you mean spaces.inner.leaf.reward?" in str(problems[0]), "no module" in str(problems[1])] == [True] * 2
+    assert ["did you mean spaces.inner.leaf.reward?" in str(problems[0]), "no module" in str(problems[1])] == [
+        True
+    ] * 2
+
+
+def test_ifbench_needs_its_metadata(setup, one_error):
+    assert "needs instruction_id_list and kwargs in column metadata" in one_error("--rm-type", "ifbench")
+    row = {"input": "a", "metadata": {"instruction_id_list": ["format:emoji"], "kwargs": [{}]}}
+    assert setup.load("--rm-type", "ifbench", "--prompt-data", setup.write_rows("i.jsonl", [row]))

@@ -59,6 +59,14 @@ def test_optional_metrics():
     assert metrics["rollout/correct/count"] == 1 and metrics["rollout/correct/response_len/mean"] == 3.0
 
 
+def test_dict_rewards_without_a_key_are_no_numbers():
+    args = Namespace(**{**vars(ARGS), "log_passrate": True, "log_reward_category": "cat"})
+    samples = [sample(0, {"a": 1, "cat": "x"}, 2), sample(0, {"a": 1}, 4), sample(0, None, 6)]
+    metrics = rollout_metrics(args, samples, 1.0, 1)
+    assert metrics["rollout/response_len/mean"] == 4 and metrics["rollout/error_cat/x"] == 1 / 3
+    assert not any("zero_std" in name or "pass@" in name for name in metrics)
+
+
 def test_pass_at_k_equals_the_count_over_all_subsets():
     rng = random.Random(0)
     prompts = [[rng.random() < 0.3 for _ in range(6)] for _ in range(20)]

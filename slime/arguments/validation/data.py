@@ -116,6 +116,11 @@ def _check_reward(args: Namespace, first: dict[str, Any] | None, problems: Probl
         problems.add("--rm-type", args.rm_type, "needs --rm-url", "add the address of the reward service")
     if args.rm_type in ("dapo", "boxed_dapo") and args.reward_key is None and args.custom_rm_path is None:
         problems.add("--rm-type", args.rm_type, "gives a dict of scores", "add --reward-key score")
+    if first is not None and args.custom_rm_path is None and (args.rm_type or "").endswith("ifbench"):
+        metadata = first.get(args.metadata_key)
+        if not (isinstance(metadata, dict) and {"instruction_id_list", "kwargs"} <= metadata.keys()):
+            rule = f"needs instruction_id_list and kwargs in column {args.metadata_key} of --prompt-data"
+            problems.add("--rm-type", args.rm_type, rule, "see docs/rewards.md and data/ifbench")
     has_own = (
         args.rm_type
         or args.custom_rm_path
