@@ -5,6 +5,7 @@
 Workers are small servers that answer /generate after a fixed time with a reply of the usual size, so that the router
 is what is measured. Rounds of the systems alternate. Added latency is the difference of the percentiles to the direct
 calls of the same run; requests/s at `--concurrency` says what the whole machine carries, clients and workers included.
+The router's own CPU time per request says what it takes, whatever else the machine does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import psutil
 from aiohttp import web
 
 from benchmarks.environment import describe, write_result
@@ -111,8 +113,10 @@ async def register(session: aiohttp.ClientSession, router: str, workers: list[st
         await asyncio.sleep(0.2)
 
 
-async def one_round(session: aiohttp.ClientSession, urls: list[str], requests: int, concurrency: int) -> dict:
-    """Latencies (s) of `requests` requests, `concurrency` at a time, over `urls` in turn; requests/s."""
+async def one_round(
+    session: aiohttp.ClientSession, urls: list[str], pid: int | None, requests: int, concurrency: int
+) -> dict:
+    """Latencies (s) of `requests` requests, `concurrency` at a time, over `urls` in turn; requests/s; CPU of `pid`."""
     latencies: list[float] = []
     left = iter(range(requests))
 
@@ -125,19 +129,34 @@ async def one_round(session: aiohttp.ClientSession, urls: list[str], requests: i
                     raise RuntimeError(f"status {reply.status}: {body[:200]!r}")
             latencies.append(time.perf_counter() - start)
 
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), cpu_seconds(pid)
     await asyncio.gather(*(client() for _ in range(concurrency)))
-    return {"latencies": latencies, "requests_per_s": requests / (time.perf_counter() - start)}
+    return {
+        "latencies": latencies,
+        "requests_per_s": requests / (time.perf_counter() - start),
+        "cpu_ms": 1e3 * (cpu_seconds(pid) - cpu_start) / requests,
+    }
 
 
-async def measure(systems: dict[str, list[str]], args: argparse.Namespace) -> dict[str, dict]:
+def cpu_seconds(pid: int | None) -> float:
+    """Of a process and its children; 0 without one."""
+    if pid is None:
+        return 0.0
+    process = psutil.Process(pid)
+    times = [p.cpu_times() for p in (process, *process.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+async def measure(
+    systems: dict[str, list[str]], pids: dict[str, int | None], args: argparse.Namespace
+) -> dict[str, dict]:
     rounds: dict[tuple[str, int], list[dict]] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
         for _ in range(args.rounds + 1):
             for concurrency, requests in ((1, args.single_requests), (args.concurrency, args.requests)):
                 for name, urls in systems.items():
-                    result = await one_round(session, urls, requests, concurrency)
+                    result = await one_round(session, urls, pids[name], requests, concurrency)
                     rounds.setdefault((name, concurrency), []).append(result)
     out: dict[str, dict] = {}
     for (name, concurrency), results in rounds.items():
@@ -146,6 +165,7 @@ async def measure(systems: dict[str, list[str]], args: argparse.Namespace) -> di
             "latency_ms_p50": statistics.median(latencies),
             "latency_ms_p99": latencies[int(0.99 * len(latencies))],
             "requests_per_s": statistics.median(result["requests_per_s"] for result in results[1:]),
+            "router_cpu_ms_per_request": statistics.median(result["cpu_ms"] for result in results[1:]),
         }
     for name, by_concurrency in out.items():
         for key, row in by_concurrency.items():
@@ -162,16 +182,18 @@ async def run(args: argparse.Namespace) -> dict:
             command = ("benchmarks.router", "--worker-seconds", str(args.worker_seconds))
             workers = [servers.start(*command) for _ in range(args.workers)]
             systems = {"direct": workers, "slime": [servers.start("slime.router.server", "--log-level", "WARNING")]}
+            pids: dict[str, int | None] = {"direct": None, "slime": servers.processes[-1].pid}
             python = find_python(args.sglang_router_env)
             if python is not None:
                 flags = "--policy round_robin --log-level error"
                 systems["sglang-router"] = [
                     servers.start("slime.router.sglang", "--python", python, f"--flags={flags}")
                 ]
+                pids["sglang-router"] = servers.processes[-1].pid
             async with aiohttp.ClientSession() as session:
                 for name in systems.keys() - {"direct"}:
                     await register(session, systems[name][0], workers)
-            return await measure(systems, args)
+            return await measure(systems, pids, args)
         finally:
             servers.stop()
 

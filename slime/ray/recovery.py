@@ -41,7 +41,9 @@ class EngineRecovery:
         wait = self.session.wait
         if not self.args.use_fault_tolerance:
             return wait(self.actor.call("update_weights"))[0]
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             urls, slots = wait(self.manager.prepare_weight_update.remote())
             try:
                 if urls != self._connected_to:
@@ -56,7 +58,6 @@ class EngineRecovery:
             else:
                 wait(self.manager.finish_weight_update.remote())
                 return metrics
-        raise RuntimeError("unreachable")
 
     def _sync_restarted(self, engines: list[tuple[int, str, list[int]]]) -> None:
         """Give restarted engines the weights that the others have, then let them serve."""

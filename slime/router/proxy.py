@@ -96,7 +96,9 @@ class Proxy:
         return error_response(502, f"no worker could answer; the last failure: {failure!r}", code="workers_failed")
 
     async def _try(self, worker: Worker, request: web.Request, body: bytes) -> web.StreamResponse:
-        for left in reversed(range(RETRIES_PER_WORKER)):
+        attempts = 0
+        while True:
+            attempts += 1
             answer = _Answer(request)
             try:
                 response = await self._attempt(worker, request, body, answer)
@@ -112,9 +114,8 @@ class Proxy:
                         request.transport.close()
                     raise
                 final = isinstance(error, (aiohttp.ClientConnectorError, WorkerLost, NotReady))
-                if final or left == 0 or worker.quarantined:
+                if final or attempts == RETRIES_PER_WORKER or worker.quarantined:
                     raise
-        raise RuntimeError("unreachable")
 
     async def _attempt(self, worker: Worker, request: web.Request, body: bytes, answer: _Answer) -> web.StreamResponse:
         task = asyncio.ensure_future(self._send(worker, request, body, answer))
