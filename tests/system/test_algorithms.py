@@ -26,3 +26,14 @@ def test_corrections_on_reinforce_plus_plus(tmp_path, tiny_model_dir):
     assert 0 <= step["train/opsm_clipfrac"] < 1 and abs(step["train/mis_kl"]) < 1e-5
     (rollout,) = run.metrics("rollout/step")
     assert abs(rollout["rollout/advantages"]) < 1 and "rollout/kl" in rollout
+
+
+def test_top_p_replay(tmp_path, tiny_model_dir):
+    """Both sides renormalise over the same tokens; without replay the trainer would see the whole distribution."""
+    flags = ["--colocate", "--num-rollout", 1, "--rollout-top-p", 0.5, "--use-rollout-top-p-replay"]
+    run = TrainRun(tmp_path, tiny_model_dir, *flags)
+    assert run.finish() == 0, run.stderr
+    (step,) = run.metrics("train/step")
+    assert step["train/train_rollout_logprob_abs_diff"] < 1e-5
+    (rollout,) = run.metrics("rollout/step")
+    assert rollout["rollout/rollout_log_probs"] == pytest.approx(rollout["rollout/log_probs"], abs=1e-4)
