@@ -13,6 +13,9 @@ from slime.backends.megatron_utils.architecture import Architecture, Unsupported
 # What the other trainer has and this one has not, with the values that ask for it.
 _MISSING: dict[str, Callable[[Any], bool]] = {
     "fsdp_cpu_offload": bool,
+    "fsdp_offload_activations": bool,
+    "fsdp_reduce_grads_once": bool,
+    "lora_rank": bool,
     "keep_old_actor": bool,
     "reset_optimizer_states": bool,
     "ref_update_interval": lambda value: value is not None,

@@ -46,10 +46,10 @@ class MegatronTrainRayActor(TrainRayActor):
         self.timer = Timer()
         self.device = torch.device(args.device)
         if args.device == "cuda":
-            torch.cuda.set_device(0)
-            self.device = torch.device("cuda", 0)
             # Megatron overlaps tensor-parallel communication only if kernels start in the order of their launch.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            torch.cuda.set_device(0)
+            self.device = torch.device("cuda", 0)
         compat.install()
         # Megatron is imported only now: it reads what `compat` prepares.
         from slime.backends.megatron_utils.weights import load_hf

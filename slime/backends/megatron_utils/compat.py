@@ -9,6 +9,7 @@ needed.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -136,6 +137,8 @@ def install() -> bool:
         Whether stand-ins are used, that is, whether there is no CUDA.
     """
     global _mode
+    # Advice to install Transformer Engine or apex, at every import.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     if torch.cuda.is_available():
         _patch_without_transformer_engine()
         return False
