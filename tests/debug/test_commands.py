@@ -38,7 +38,7 @@ def test_a_built_in_reward_is_replayed(dump, tmp_path, capsys):
     [
         ("--custom-rm-path tests.rollout.hooks.reward_group --group-rm", 0, "6 samples, 3 with another reward"),
         ("--custom-rm-path tests.rollout.hooks.reward_length --reward-key score", 0, "now   mean 3.0000  (3: 6)"),
-        ("--custom-rm-path tests.rollout.hooks.reward_raises", 1, "reward_raises raised ZeroDivisionError"),
+        ("--custom-rm-path tests.rollout.hooks.reward_raises", 1, "(--custom-rm-path) raised ZeroDivisionError"),
         ("--custom-rm-path tests.rollout.hooks.reward_hangs --rm-timeout-secs 0.2", 1, "took longer than"),
         ("", 1, "pass --rm-type or --custom-rm-path"),
         ("--rm-typ math", 2, "did you mean --rm-type"),

@@ -37,8 +37,9 @@ async def async_rm(args, sample: Sample, **kwargs: Any) -> float | dict[str, Any
     if path:
         function = load_function(path, flag)
         if _group_flag_concerns(args, path) or takes_group(function):
-            return (await _call_group(args, function, path, [sample], kwargs))[0]
-        return _checked(await call_reward_function(args, function, path, sample, kwargs), sample, path)
+            return (await _call_group(args, function, f"{path} ({flag})", [sample], kwargs))[0]
+        name = f"{path} ({flag})"
+        return _checked(await call_reward_function(args, function, name, sample, kwargs), sample, name)
     return await _builtin(args, sample)
 
 
@@ -48,7 +49,7 @@ async def batched_async_rm(args, samples: list[Sample], **kwargs: Any) -> list[f
     if path and all(_custom_path(args, sample)[0] == path for sample in samples):
         function = load_function(path, flag)
         if _group_flag_concerns(args, path) or not _takes_single(function):
-            return await _call_group(args, function, path, samples, kwargs)
+            return await _call_group(args, function, f"{path} ({flag})", samples, kwargs)
     return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
 
 
