@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Architecture:
     """Output layer and embedding are one matrix."""
     rope: Rope
     max_position_embeddings: int
+    post_norms: bool = False
+    """The outputs of attention and feed-forward are normalised, too."""
     has_mtp: bool = False
     """The checkpoint has layers for multi-token prediction."""
 
@@ -223,6 +225,14 @@ def _llama(config: dict[str, Any]) -> Architecture:
     return _build("llama", config, transformer, _rope(config, transformer["kv_channels"]))
 
 
+def _glm4(config: dict[str, Any]) -> Architecture:
+    transformer = _common(config, add_qkv_bias=config.get("attention_bias", True))
+    # GLM-4 rotates half of each head unless told otherwise.
+    config = {"partial_rotary_factor": 0.5, **config}
+    rope = _rope(config, transformer["kv_channels"], interleaved=True)
+    return replace(_build("glm4", config, transformer, rope), post_norms=True)
+
+
 def _glm4_moe(config: dict[str, Any]) -> Architecture:
     pattern = [int(i >= config["first_k_dense_replace"]) for i in range(config["num_hidden_layers"])]
     transformer = _common(
@@ -272,6 +282,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "llama": _llama,
+    "glm4": _glm4,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,
     # Kimi-K2 and Moonlight are DeepSeek-V3 with other sizes.

@@ -73,6 +73,16 @@ class Glu:
         return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
 
+class FusedGlu(Glu):
+    """The same where the checkpoint, too, has both in one tensor."""
+
+    def shard(self, hf, rank, size, rows):
+        return super().shard(hf[0].chunk(2), rank, size, rows)
+
+    def merge(self, shards):
+        return [torch.cat(super().merge(shards))]
+
+
 class QKV:
     """Per group of query heads: its queries, its key, its value. Ranks have consecutive groups.
 
@@ -101,6 +111,7 @@ def layouts_of(architecture: Architecture) -> dict[str, Layout]:
         "column": Cut(0),
         "row": Cut(1),
         "glu": Glu(),
+        "fused_glu": FusedGlu(),
         "vocab": Vocabulary(architecture.vocab_size),
         "qkv": QKV(architecture["num_attention_heads"], architecture["num_query_groups"], architecture["kv_channels"]),
     }

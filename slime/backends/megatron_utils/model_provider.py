@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from slime.backends.megatron_utils.architecture import Architecture
 from slime.backends.megatron_utils.attention import PackedAttention, PackedRow
 from slime.backends.megatron_utils.norm import RMSNorm
+from slime.backends.megatron_utils.sandwich import SandwichAttention, SandwichMLP
 
 Head = Callable[[torch.Tensor, torch.Tensor], object]
 """(hidden states [T, D], this rank's rows of the output matrix [V / tp, D]) -> what the loss wants."""
@@ -31,7 +32,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
     return math.ceil(vocab_size / multiple) * multiple
 
 
-def layer_spec(config, experts: bool) -> ModuleSpec:
+def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
     """Megatron's local layer with attention over packed rows and norms that know sequence parallelism."""
     latent = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(
@@ -52,14 +53,18 @@ def layer_spec(config, experts: bool) -> ModuleSpec:
             attention.kv_layernorm = RMSNorm
         else:
             attention.k_layernorm = RMSNorm
+    if post_norms:
+        layer.self_attention.module = SandwichAttention
+        layer.mlp.module = SandwichMLP
     return spec
 
 
-def block_spec(config, moe_layers: list[bool], vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(config, architecture: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    specs = {experts: layer_spec(config, experts) for experts in set(moe_layers)}
+    moe_layers = architecture.moe_layers
+    specs = {experts: layer_spec(config, experts, architecture.post_norms) for experts in set(moe_layers)}
     return TransformerBlockSubmodules(
         layer_specs=[specs[experts] for experts in moe_layers[first : first + count]], layer_norm=RMSNorm
     )
@@ -99,7 +104,7 @@ def build_model(architecture: Architecture, config, divisible_by: int = 1, vp_st
     """This rank's pipeline stage with uninitialised weights."""
     return PolicyGPT(
         config=config,
-        transformer_layer_spec=block_spec(config, architecture.moe_layers, vp_stage),
+        transformer_layer_spec=block_spec(config, architecture, vp_stage),
         vocab_size=padded_vocab_size(architecture.vocab_size, divisible_by, config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

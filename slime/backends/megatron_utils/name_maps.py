@@ -97,6 +97,14 @@ SHARED_EXPERTS = _rules(
     ("mlp.shared_experts.linear_fc2.weight", "row", "mlp.shared_experts.down_proj.weight"),
 )
 
+SANDWICH = _rules(
+    BLOCK,
+    ("self_attention.post_layernorm.weight", "replicated", "post_self_attn_layernorm.weight"),
+    ("mlp.linear_fc1.weight", "fused_glu", "mlp.gate_up_proj.weight"),
+    ("mlp.linear_fc2.weight", "row", "mlp.down_proj.weight"),
+    ("mlp.post_layernorm.weight", "replicated", "post_mlp_layernorm.weight"),
+)
+
 DENSE = ENDS + NORMS + ATTENTION + MLP
 
 NAME_MAPS: dict[str, tuple[Rule, ...]] = {
@@ -104,6 +112,7 @@ NAME_MAPS: dict[str, tuple[Rule, ...]] = {
     "qwen3": DENSE,
     "llama": DENSE,
     "qwen3_moe": DENSE + EXPERTS,
+    "glm4": ENDS + NORMS + ATTENTION + SANDWICH,
     "glm4_moe": DENSE + EXPERTS + SHARED_EXPERTS,
     "deepseek_v3": ENDS + NORMS + LATENT_ATTENTION + MLP + EXPERTS + SHARED_EXPERTS,
 }

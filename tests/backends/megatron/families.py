@@ -24,6 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+HALF_ROTATED = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 SHARED = dict(EXPERTS, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.7)
 LATENT = dict(
@@ -42,6 +43,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3 tied yarn": ("Qwen3", dict(tie_word_embeddings=True, rope_parameters=YARN_ROPE)),
     "llama3": ("Llama", dict(rope_parameters=LLAMA3_ROPE)),
+    "glm4": ("Glm4", dict(rope_parameters=HALF_ROTATED, pad_token_id=0)),
     "qwen3_moe": ("Qwen3Moe", dict(EXPERTS, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1])),
     "qwen3_moe unnormalised": ("Qwen3Moe", dict(EXPERTS, num_experts=4, norm_topk_prob=False)),
     "glm4_moe": ("Glm4Moe", dict(SHARED, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5)),
