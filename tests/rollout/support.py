@@ -9,6 +9,7 @@ __all__ = ["DEFAULTS", "ScriptedEngine", "make_args", "served", "write_prompts"]
 
 DEFAULTS = {
     "use_rollout_top_p_replay": False,
+    "use_rollout_routing_replay": False,
     "hf_checkpoint": None,
     "trust_remote_code": False,
     "prompt_data": None,
