@@ -97,11 +97,6 @@ FAMILY = Family(
             choices=("raw", "bridge"),
             pending_choices={"bridge": "slime's own name maps convert all weights"},
         ),
-        Flag(
-            "--megatron-config-path",
-            text,
-            help="YAML of optimizer flags per role, `actor: {...}` and `critic: {...}`; replaces the critic's flags.",
-        ),
         flag(
             "--qkv-format",
             default="thd",

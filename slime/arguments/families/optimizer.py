@@ -43,6 +43,11 @@ FAMILY = Family(
         Flag("--adam-eps", number, 1e-8, "Term added to the denominator."),
         Flag("--clip-grad", number, 1.0, "Clip gradients to this global norm; 0 switches clipping off."),
         Flag(
+            "--megatron-config-path",
+            text,
+            help="YAML of optimizer flags per role, `actor: {...}` and `critic: {...}`; replaces the critic's flags.",
+        ),
+        Flag(
             "--reset-optimizer-states",
             action=STORE_TRUE,
             help="Clear the optimizer's state at each rollout.",

@@ -14,7 +14,9 @@ from slime.arguments.validation.model import check_weights, read_hf_config
 
 _FLAGS = ("critic_num_nodes", "critic_num_gpus_per_node", "critic_lr", "critic_load", "critic_save")
 _ROLES = ("actor", "critic")
-_OF_A_ROLE: dict[str, Flag] = {flag.dest: flag for flag in optimizer.FAMILY.flags}
+_OF_A_ROLE: dict[str, Flag] = {
+    flag.dest: flag for flag in optimizer.FAMILY.flags if flag.dest != "megatron_config_path" and not flag.pending
+}
 _OWN_FLAGS = {"lr": "critic_lr", "lr_warmup_iters": "critic_lr_warmup_iters"}
 _PATHS = {"load": "critic_load", "save": "critic_save"}
 

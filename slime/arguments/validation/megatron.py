@@ -24,6 +24,9 @@ _MISSING: dict[str, Callable[[Any], bool]] = {
     "opd_type": lambda value: value == "trainer",
     "loss_type": lambda value: value == "custom_loss",
     "use_critic": bool,
+    "megatron_config_path": bool,
+    "moe_aux_loss_coeff": bool,
+    "optimizer": lambda value: value == "cpu_adam",
     "true_on_policy_mode": bool,
 }
 
