@@ -37,8 +37,8 @@ FAMILY = Family(
             "--attn-implementation",
             text,
             "slime_varlen",
-            "Attention of the fsdp trainer.",
-            choices=("slime_varlen", *_OTHER_ATTENTION),
+            "Attention of the fsdp trainer: packed flash kernels, or cuDNN for sequences of 4096 tokens and more.",
+            choices=("slime_varlen", "slime_cudnn", *_OTHER_ATTENTION),
             pending_choices=dict.fromkeys(_OTHER_ATTENTION, pending.OTHER_ATTENTION),
         ),
         Flag(

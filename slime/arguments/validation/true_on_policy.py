@@ -19,6 +19,12 @@ def check(args: Namespace, problems: Problems, asynchronous: bool) -> None:
         ("--partial-rollout", None, args.partial_rollout, stale),
         ("--rollout-function-path", FULLY_ASYNC, args.rollout_function_path == FULLY_ASYNC, stale),
         ("train-async", None, asynchronous, stale),
+        (
+            "--attn-implementation",
+            args.attn_implementation,
+            args.attn_implementation != "slime_varlen",
+            "depends on the length of the whole sequence",
+        ),
         ("--sglang-dtype", args.sglang_dtype, args.sglang_dtype not in (None, args.dtype), "rounds differently"),
     )
     for flag, value, broken, reason in rules:

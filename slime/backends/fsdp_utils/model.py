@@ -24,6 +24,7 @@ from slime.backends.fsdp_utils.lora import LoraOptions, add_adapters
 from slime.modeling.attention import AttentionContext, PackedSequences
 from slime.modeling.batch_invariant import InvariantSequences, invariant_log_probs, make_batch_invariant
 from slime.modeling.context_parallel import ShardedSequences
+from slime.modeling.cudnn_attention import LongSequences
 from slime.modeling.hf import empty_causal_lm, load_causal_lm
 from slime.modeling.kept_attention import KeptAttention
 from slime.training.batch import MicroBatch
@@ -53,6 +54,7 @@ class PolicyModel(nn.Module):
         self.model = model.eval()
         self.cp = cp
         self.recomputes = gradient_checkpointing
+        self.cudnn_attention = False
         self.plain_head = all(getattr(model.config, name, None) in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
         if gradient_checkpointing:
             for layer in decoder_layers(model):
@@ -115,6 +117,8 @@ class PolicyModel(nn.Module):
 
     @property
     def _packed(self) -> type[PackedSequences]:
+        if self.cudnn_attention:
+            return LongSequences
         return KeptAttention if self.recomputes else PackedSequences
 
     @staticmethod
@@ -153,6 +157,8 @@ class ModelOptions:
     cpu_offload: bool = False
     """Keep shards, gradients and so the optimizer in host memory."""
     trust_remote_code: bool = False
+    cudnn_attention: bool = False
+    """Long sequences by cuDNN."""
     batch_invariant: bool = False
     """Build an `InvariantPolicyModel`."""
     offload_activations: bool = False
@@ -235,6 +241,7 @@ def build_policy(
         if options.lora is not None:
             add_adapters(model, options.lora, options.compute_dtype)
         policy = wrap(model, options.gradient_checkpointing, cp)
+        policy.cudnn_attention = options.cudnn_attention
         if options.offload_activations:
             offload_activations(model, device)
         return policy
@@ -246,6 +253,7 @@ def build_policy(
     if options.lora is not None:
         add_adapters(model, options.lora, options.compute_dtype)
     policy = wrap(model, options.gradient_checkpointing, cp)
+    policy.cudnn_attention = options.cudnn_attention
     if options.offload_activations:
         offload_activations(model, device)
     shard = partial(

@@ -110,6 +110,7 @@ class FSDPTrainer(TrainRayActor):
             offload_activations=args.fsdp_offload_activations,
             lora=self.lora,
             batch_invariant=args.true_on_policy_mode,
+            cudnn_attention=args.attn_implementation == "slime_cudnn",
         )
 
     def _build_optimizer(self) -> Optimizer:
