@@ -67,8 +67,6 @@ class MegatronTrainRayActor(TrainRayActor):
         if is_hf_directory(args.load) and args.load != (args.ref_load or args.hf_checkpoint):
             load_hf(self.model, self.architecture, args.load)
         self._build_optimizer()
-        self._rest: HostCopy | None = None
-        self._rest_released = self._parameters_released = False
         self.progress = Progress()
         self._resumed = self._resume()
         self.updater: WeightUpdater | None = None
@@ -115,6 +113,7 @@ class MegatronTrainRayActor(TrainRayActor):
         self._params = HostCopy(p.detach() for p in model.parameters())
 
     def _build_optimizer(self) -> None:
+        from slime.backends.megatron_utils.memory import DeviceMemory
         from slime.backends.megatron_utils.optimizer import Optimizer
 
         args = self.args
@@ -128,6 +127,7 @@ class MegatronTrainRayActor(TrainRayActor):
             weight_decay=args.weight_decay,
             clip_grad=args.clip_grad,
         )
+        self.memory = DeviceMemory(self.chunks, self.optimizer, self._params, self.device)
 
     def _resume(self) -> bool:
         from slime.backends.megatron_utils.checkpoint import latest_checkpoint, load_checkpoint
@@ -324,7 +324,7 @@ class MegatronTrainRayActor(TrainRayActor):
             updater.version += 1  # newer weights than the others serve must not carry their version
         new = self._updater_for(urls, engine_slots, updater.version - 1)
         try:
-            self._with_parameters(new.update)
+            self.memory.with_parameters(new.update)
         finally:
             new.close()
 
@@ -336,7 +336,7 @@ class MegatronTrainRayActor(TrainRayActor):
         return self._connections.connect(urls, engine_slots, version)
 
     def update_weights(self) -> dict[str, float] | None:
-        return self._timed("update_weights", lambda: self._with_parameters(self._send))
+        return self._timed("update_weights", lambda: self.memory.with_parameters(self._send))
 
     def _send(self) -> dict[str, float]:
         metrics = self._connected().update()
@@ -344,23 +344,12 @@ class MegatronTrainRayActor(TrainRayActor):
         return metrics
 
     def check_weights(self) -> None:
-        self._with_parameters(self._connected().check)
+        self.memory.with_parameters(self._connected().check)
 
     def _connected(self) -> WeightUpdater:
         if self.updater is None:
             raise RuntimeError("set_rollout_engines must be called before weights can be sent")
         return self.updater
-
-    def _with_parameters(self, action: Callable[[], Any]) -> Any:
-        """Run what only reads the parameters with them on the device, even while they are offloaded."""
-        if not self._parameters_released:
-            return action()
-        self._params.restore()
-        try:
-            return action()
-        finally:
-            self._params.drop()
-            torch.cuda.empty_cache()
 
     # -- checkpoints and memory ---------------------------------------------------------------------------------------
 
@@ -372,9 +361,9 @@ class MegatronTrainRayActor(TrainRayActor):
         from slime.backends.megatron_utils.hf_export import export_hf
 
         args = self.args
-        released = self._rest_released
+        released = self.memory.rest_released
         if released:
-            self._onload()
+            self.memory.onload()
         if args.save is not None:
             self.progress.next_rollout_id = rollout_id + 1
             if self.updater is not None:
@@ -384,47 +373,14 @@ class MegatronTrainRayActor(TrainRayActor):
         if args.save_hf is not None:
             export_hf(args.save_hf.format(rollout_id=rollout_id), self.weights, args.hf_checkpoint)
         if released:
-            self._offload()
+            self.memory.offload()
 
     def offload(self, keep_parameters: bool = False) -> dict[str, float] | None:
         """Give device memory back; `keep_parameters`: what weights are sent from stays for now."""
-        return self._timed("sleep", lambda: self._offload(keep_parameters))
+        return self._timed("sleep", lambda: self.memory.offload(keep_parameters))
 
     def onload(self) -> dict[str, float] | None:
-        return self._timed("wake_up", self._onload)
-
-    def _gradient_buffers(self) -> list[torch.Tensor]:
-        buffers = [buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        return [buffer.grad_data for buffer in buffers]
-
-    def _offload(self, keep_parameters: bool = False) -> None:
-        """Parameters and optimizer state to pinned host memory; gradients are dropped. On CPU nothing is given."""
-        if self.device.type == "cpu":
-            return
-        if not self._rest_released:
-            own = {tensor.untyped_storage()._cdata for tensor in self._params.tensors}
-            state = [t for t in self.optimizer.state_tensors() if t.is_cuda and t.untyped_storage()._cdata not in own]
-            if self._rest is None or len(self._rest.tensors) != len({t.untyped_storage()._cdata for t in state}):
-                self._rest = HostCopy(state)
-            self._rest.release()
-            for gradients in self._gradient_buffers():
-                gradients.untyped_storage().resize_(0)
-            self._rest_released = True
-        if not keep_parameters and not self._parameters_released:
-            self._params.release()
-            self._parameters_released = True
-        torch.cuda.empty_cache()
-
-    def _onload(self) -> None:
-        if self._parameters_released:
-            self._params.restore()
-            self._parameters_released = False
-        if self._rest_released:
-            self._rest.restore()
-            for gradients in self._gradient_buffers():
-                gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
-                gradients.zero_()
-            self._rest_released = False
+        return self._timed("wake_up", self.memory.onload)
 
     def _timed(self, name: str, action: Callable[[], dict[str, float] | None]) -> dict[str, float] | None:
         """Run, and on rank 0 return what `action` returns with the time it took."""

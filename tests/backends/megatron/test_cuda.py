@@ -41,7 +41,7 @@ def train_variants(rank, world_size, port, model_dir):
                 before, weights = torch.cuda.memory_allocated() - base, parameters_on_host(trainer)
                 trainer.offload()
                 left = (torch.cuda.memory_allocated() - base) / before
-                sent = trainer._with_parameters(lambda t=trainer: parameters_on_host(t))
+                sent = trainer.memory.with_parameters(lambda t=trainer: parameters_on_host(t))
                 assert all(torch.equal(sent[key], weights[key]) for key in weights)
                 trainer.onload()
             train_rollout(trainer, 1)
