@@ -127,8 +127,8 @@ class _Batch:
             done, state.pendings = await asyncio.wait(
                 state.pendings, timeout=REPORT_INTERVAL, return_when=asyncio.FIRST_COMPLETED
             )
-            for task in sorted(done, key=lambda task: first_index(task.group)):
-                self.take(task.result())
+            for group in await asyncio.gather(*sorted(done, key=lambda task: first_index(task.group))):
+                self.take(group)
             state.progress = (len(self.kept), self.target)
             self.report()
 
