@@ -331,6 +331,7 @@ class Front:
         self._check_tensors(call)
         keeps_cache = self._keep_cache_if_held(call)
         if await call.forward(send) != 200:
+            self.cache_key += not self.cache_is_empty  # it may have changed some of the weights
             return
         if call.path in NEEDS_SESSION:
             self.pushed = True
