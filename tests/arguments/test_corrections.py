@@ -47,6 +47,16 @@ def test_what_is_refused(words, expected, one_error):
     assert expected in one_error(*words)
 
 
+def test_remote_teacher(setup, one_error):
+    words = ("--use-opd", "--opd-teacher-url", "http://127.0.0.1:30000")
+    args = setup.load(*words, "--rollout-sample-hook-path", "json.loads")
+    assert args.opd_type == "sglang"
+    assert args.rollout_sample_hook_path == ["slime.rollout.teacher.teacher_log_probs", "json.loads"]
+    assert "gives log-probs of temperature 1" in one_error(*words, "--rollout-temperature", "0.7")
+    assert "has no effect without --use-opd" in one_error(*words[1:])
+    assert "must start with http://" in one_error("--use-opd", "--opd-teacher-url", "localhost:3000")
+
+
 def test_nothing_of_this_works_on_other_losses(setup):
     message = setup.errors("--loss-type", "sft_loss", "--use-tis", "--use-opsm", "--get-mismatch-metrics")
     assert message.count("has no effect with --loss-type sft_loss") == 3

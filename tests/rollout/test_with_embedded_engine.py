@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 
 import pytest
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.rollout.teacher import teacher_log_probs
 from slime.utils.async_utils import run
 from slime.utils.http_utils import post
 from slime.utils.misc import flatten
+from slime.utils.types import Sample
 
 pytestmark = pytest.mark.integration
 HOOKS = "tests.rollout.hooks."
@@ -58,6 +61,21 @@ def router_port(tmp_path_factory, tiny_model_dir):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.process.wait(10)
             server.process.kill()
+
+
+def test_a_teacher_behind_an_engine_scores_the_response(router_port):
+    """The policy as its own teacher gives its own log-probs."""
+    url = f"http://127.0.0.1:{router_port}"
+    params = {"max_new_tokens": 9, "temperature": 1.0, "ignore_eos": True}
+    for prompt in ([5, 6, 7], [9]):
+        reply = run(post(f"{url}/generate", {"input_ids": prompt, "return_logprob": True, "sampling_params": params}))
+        scored = reply["meta_info"]["output_token_logprobs"]
+        sample = Sample(tokens=prompt + reply["output_ids"], response_length=9)
+        args = Namespace(opd_teacher_url=url)
+        run(teacher_log_probs(args, sample, evaluation=True))
+        assert sample.teacher_log_probs is None
+        run(teacher_log_probs(args, sample))
+        assert sample.teacher_log_probs == pytest.approx([logprob for logprob, _, _ in scored], abs=1e-5)
 
 
 def rollout(args, source, rollout_id=0):

@@ -12,6 +12,7 @@ from slime.arguments.validation.model import check_weights, read_hf_config, voca
 
 logger = logging.getLogger(__name__)
 
+TEACHER_HOOK = "slime.rollout.teacher.teacher_log_probs"
 _GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 
 
@@ -132,7 +133,11 @@ def _complete_distillation(args: Namespace, problems: Problems) -> None:
     """opd_type; the teacher's directory and vocabulary."""
     wanted = args.use_opd or args.advantage_estimator == "on_policy_distillation"
     if not wanted:
-        given = {"--opd-type": args.opd_type, "--opd-teacher-load": args.opd_teacher_load}
+        given = {
+            "--opd-type": args.opd_type,
+            "--opd-teacher-load": args.opd_teacher_load,
+            "--opd-teacher-url": args.opd_teacher_url,
+        }
         for flag, value in given.items():
             if value is not None:
                 problems.add(flag, value, "has no effect without --use-opd", "add --use-opd")
@@ -141,6 +146,8 @@ def _complete_distillation(args: Namespace, problems: Problems) -> None:
         args.opd_type = "trainer" if args.opd_teacher_load is not None else "sglang"
     if args.opd_type == "sglang" and args.opd_teacher_load is not None:
         problems.add("--opd-type", "sglang", "excludes --opd-teacher-load", "use --opd-type trainer")
+    if args.opd_teacher_url is not None:
+        _complete_remote_teacher(args, problems)
     if args.opd_type != "trainer" or args.debug_rollout_only:
         return
     if args.opd_teacher_load is None:
@@ -190,6 +197,24 @@ def _check_optimizer(args: Namespace, problems: Problems) -> None:
             "has no effect with --fsdp-cpu-offload, which keeps parameters and moments in host memory",
             "leave one of the two out",
         )
+
+
+def _complete_remote_teacher(args: Namespace, problems: Problems) -> None:
+    """The hook that asks the teacher comes first, so that others see its log-probs."""
+    url = args.opd_teacher_url
+    if args.opd_type == "trainer":
+        problems.add("--opd-teacher-url", url, "excludes a teacher in the trainer", "leave out --opd-teacher-load")
+    if not url.startswith(("http://", "https://")):
+        problems.add("--opd-teacher-url", url, "must start with http:// or https://", "")
+    if args.rollout_temperature != 1:
+        problems.add(
+            "--opd-teacher-url",
+            url,
+            f"gives log-probs of temperature 1, not of --rollout-temperature {args.rollout_temperature}",
+            "use --rollout-temperature 1, or a teacher in the trainer (--opd-teacher-load)",
+        )
+    if TEACHER_HOOK not in args.rollout_sample_hook_path:
+        args.rollout_sample_hook_path = [TEACHER_HOOK, *args.rollout_sample_hook_path]
 
 
 def _check_copies(args: Namespace, problems: Problems) -> None:
