@@ -23,6 +23,7 @@ def switch(name: str, help: str) -> Flag:
 
 
 PREFIX = "--moe-"
+VIRTUAL_STAGES = "stock megatron-core 0.16.1 computes wrong gradients with two stages of two chunks; give more stages"
 
 FAMILY = Family(
     "Megatron",
@@ -31,8 +32,18 @@ FAMILY = Family(
         flag("--tensor-model-parallel-size", integer, 1, "Tensor-parallel ranks."),
         flag_switch("--sequence-parallel", "Shard activations along the sequence inside tensor-parallel groups."),
         flag("--pipeline-model-parallel-size", integer, 1, "Pipeline stages."),
-        megatron("--virtual-pipeline-model-parallel-size", integer, help="Model chunks per pipeline stage."),
-        megatron("--num-layers-per-virtual-pipeline-stage", integer, help="Layers per model chunk."),
+        flag(
+            "--virtual-pipeline-model-parallel-size",
+            integer,
+            help="Model chunks per pipeline stage.",
+            pending=VIRTUAL_STAGES,
+        ),
+        flag(
+            "--num-layers-per-virtual-pipeline-stage",
+            integer,
+            help="Layers per model chunk.",
+            pending=VIRTUAL_STAGES,
+        ),
         flag("--expert-model-parallel-size", integer, 1, "Expert-parallel ranks."),
         flag("--expert-tensor-parallel-size", integer, help="Tensor-parallel ranks inside one expert."),
         flag("--recompute-granularity", help="What to recompute.", choices=("full", "selective")),

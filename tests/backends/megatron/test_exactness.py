@@ -43,6 +43,8 @@ EXPERTS = {
     "TP2+SP ETP2": (2, TP2SP | {"expert_tensor_parallel_size": 2}),
 }
 
+LATENT = {name: EXPERTS[name] for name in ("one rank", "TP2+SP EP2")} | {"CP2": (2, CP2)}
+
 
 def gradients_of(before: dict, after: dict) -> dict[str, torch.Tensor]:
     moved = {name: (before[name] - after[name]).double() for name in before}
@@ -138,3 +140,16 @@ def experts(tmp_path_factory):
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_step_with_experts_equals_fsdp(experts, layout):
     check(experts, layout)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("latent"))
+    save_family("deepseek_v3", path)
+    return all_layouts(path, LATENT, *READABLE, *GRPO, *PACKED)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", LATENT)
+def test_step_with_latent_attention_equals_fsdp(latent, layout):
+    check(latent, layout)
