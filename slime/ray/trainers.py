@@ -49,12 +49,10 @@ class Trainers:
         if args.kl_coef != 0:  # returns contain the KL penalty
             self._onload(self.actor)
             shared.append(self.actor.call("compute_log_probs", refs))
-            wait(shared[0])
             self._offload(self.actor)
         metrics = self._onload(self.critic)
         metrics |= _of_critic(wait(self.critic.async_train(rollout_id, refs, shared))[0])
         values = self.critic.call("take_values")
-        wait(values)
         self._offload(self.critic)
         if not args.critic_train_only and rollout_id >= args.num_critic_only_steps:
             self._onload(self.actor)
