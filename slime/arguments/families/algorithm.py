@@ -111,12 +111,13 @@ FAMILY = Family(
             "--opd-type",
             text,
             help="Where the teacher's log-probs come from: trainer runs --opd-teacher-load itself; sglang means that "
-            "the rollout sets Sample.teacher_log_probs, by --opd-teacher-url or a function of yours. Default: trainer with --opd-teacher-load.",
+            "the rollout sets Sample.teacher_log_probs, by --opd-teacher-url or a function of yours. Default: trainer "
+            "with --opd-teacher-load.",
             choices=("trainer", "sglang"),
             choice_aliases={"megatron": "trainer"},
         ),
         Flag("--opd-kl-coef", number, 1.0, "Weight of distillation."),
-        Flag("--opd-teacher-url", text, help="URL of an engine with the teacher, which the rollout asks for log-probs."),
+        Flag("--opd-teacher-url", text, help="URL of an engine with the teacher, which scores the responses."),
         Flag("--opd-teacher-load", text, help="Hugging Face directory of the teacher; same vocabulary."),
         Flag("--opd-teacher-ckpt-step", integer, help="Step of the teacher.", pending=pending.MEGATRON),
         Flag(
