@@ -34,11 +34,11 @@ async def generate_with_tool(
         sample = await generate(args, sample, params)
         if sample.status is not Sample.Status.COMPLETED:
             break
-        call = open_call(sample.response, tag, result_tag)
+        call, begun = open_call(sample.response, tag, result_tag)
         if call is None or sample.metadata.get("tool_calls", 0) >= max_calls:
             break
         started = time.perf_counter()
-        text = f"<{result_tag}>{await tool(call)}</{result_tag}>"
+        text = f"<{result_tag}>{await tool(call)}</{result_tag}>".removeprefix(begun)
         sample.non_generation_time += time.perf_counter() - started
         tokens = encode(text, add_special_tokens=False)
         sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
@@ -48,9 +48,13 @@ async def generate_with_tool(
     return sample
 
 
-def open_call(response: str, tag: str, result_tag: str) -> str | None:
-    """The text of the call that the response ends with; None when it ends otherwise."""
+def open_call(response: str, tag: str, result_tag: str) -> tuple[str | None, str]:
+    """The text of the call that the response ends with, None when it ends otherwise; and what of `<result_tag>` stands
+    after the call already, since the token that ended it may hold more (`>` and `<` are often one token)."""
     last = response.rpartition(f"</{result_tag}>")[2]
     before, closed, after = last.rpartition(f"</{tag}>")
     _, opened, text = before.rpartition(f"<{tag}>")
-    return text if opened and closed and not after.strip() else None
+    after = after.lstrip()
+    if not opened or not closed or not f"<{result_tag}>".startswith(after):
+        return None, ""
+    return text, after

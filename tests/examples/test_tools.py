@@ -22,12 +22,13 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize(
     ("response", "call"),
     [
-        ("I compute <code>print(1)</code>", "print(1)"),
-        ("<code>a</code><output>1</output><code>b</code>\n", "b"),
-        ("<code>a</code><output>1</output>#### 1", None),
-        ("<code>a</code> and more", None),
-        ("a</code>", None),
-        ("", None),
+        ("I compute <code>print(1)</code>", ("print(1)", "")),
+        ("<code>a</code><output>1</output><code>b</code>\n", ("b", "")),
+        ("<code>a</code><", ("a", "<")),
+        ("<code>a</code><output>1</output>#### 1", (None, "")),
+        ("<code>a</code> and more", (None, "")),
+        ("a</code>", (None, "")),
+        ("", (None, "")),
     ],
 )
 def test_open_call(response, call):
