@@ -6,8 +6,8 @@ backward. A row is one sequence unless `--sequences` cuts it. `--gpus 8` shards 
 --shape tiny` checks the script. The result goes to benchmarks/results/.
 
 FLOPs of a step count what the model needs, not what is recomputed: per token 6 x (parameters of all matrix products,
-the output head once, no embedding look-up), and per sequence and layer of causal attention 6 x heads x head_dim x L^2
-(2 matrix products x 2 FLOPs x L^2 / 2 forward, twice that backward). MFU = FLOPs / seconds / GPUs / 989e12.
+the output head once, no embedding look-up), and per sequence and layer of causal attention 6 x heads x head_dim x L (L + 1)
+(2 matrix products x 2 FLOPs x L (L + 1) / 2 forward, twice that backward). MFU = FLOPs / seconds / GPUs / 989e12.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.environment import describe, write_result
 from slime.arguments.entry import load_args
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.modeling.attention import PackedSequences
+from slime.training.flops import ModelFlops
 from slime.training.logprobs import token_log_probs
 from slime.training.rollout_data import RankData, partition_rollout_data
 from slime.training.schedule import build_dp_schedule
@@ -74,12 +75,8 @@ def save_model(path: str, shape: str, tokens: int) -> None:
 
 def step_flops(shape: dict, lengths: list[int]) -> float:
     """Forward and backward over sequences of these lengths; see the module's docstring."""
-    hidden, width = shape["hidden_size"], shape["num_attention_heads"] * shape["head_dim"]
-    attention = hidden * (2 * width + 2 * shape["num_key_value_heads"] * shape["head_dim"])
-    layer = attention + 3 * hidden * shape["intermediate_size"]
-    layers = shape["num_hidden_layers"]
-    matrices = layers * layer + hidden * shape["vocab_size"]
-    return 6.0 * (sum(lengths) * matrices + sum(n * n for n in lengths) * layers * width)
+    model = ModelFlops.of_hf_config(shape)
+    return 3.0 * sum(model.forward(length) for length in lengths)
 
 
 class Clock:
