@@ -6,8 +6,9 @@ backward. A row is one sequence unless `--sequences` cuts it. `--gpus 8` shards 
 --shape tiny` checks the script. The result goes to benchmarks/results/.
 
 FLOPs of a step count what the model needs, not what is recomputed: per token 6 x (parameters of all matrix products,
-the output head once, no embedding look-up), and per sequence and layer of causal attention 6 x heads x head_dim x L (L + 1)
-(2 matrix products x 2 FLOPs x L (L + 1) / 2 forward, twice that backward). MFU = FLOPs / seconds / GPUs / 989e12.
+the output head once, no embedding look-up), and per sequence and layer of causal attention 6 x heads x head_dim
+x L (L + 1) (2 matrix products x 2 FLOPs x L (L + 1) / 2 forward, twice that backward). MFU = FLOPs / seconds / GPUs /
+989e12.
 """
 
 from __future__ import annotations
