@@ -153,3 +153,47 @@ def latent(tmp_path_factory):
 @pytest.mark.parametrize("layout", LATENT)
 def test_step_with_latent_attention_equals_fsdp(latent, layout):
     check(latent, layout)
+
+
+SCHEDULED = (
+    *(
+        "--weight-decay",
+        "0.1",
+        "--clip-grad",
+        "0.5",
+        "--lr",
+        "1e-2",
+        "--adam-eps",
+        "1e-3",
+        "--lr-decay-style",
+        "cosine",
+    ),
+    *("--lr-warmup-iters", "2", "--num-steps-per-rollout", "2"),
+)
+
+
+def several_steps(rank, world_size, port, path, layout):
+    """Parameters after two rollouts of two steps; FSDP's where there is no layout."""
+    if layout is None:
+        from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+        from tests.backends import trainers
+
+        trainer = trainers.make_trainer(FSDPTrainRayActor, trainer_args(path, *SCHEDULED), rank, world_size, port)
+        rates = [trainers.train_rollout(trainer, i)["train/lr-pg_0"] for i in range(2)]
+        return rates, trainers.parameters_of(trainer)
+    args = trainer_args(path, *SCHEDULED, data_pad_size_multiplier=4, make_vocab_size_divisible_by=12, **layout)
+    trainer = start_trainer(args, rank, world_size, port)
+    rates = [train_rollout(trainer, i)["train/lr-pg_0"] for i in range(2)]
+    return rates, parameters_of(trainer)
+
+
+@pytest.mark.integration
+def test_decay_clipping_and_schedule_equal_fsdp(tmp_path):
+    path = str(tmp_path / "model")
+    save_tiny_model(path)
+    rates, expected = run_world(several_steps, 1, path, None)[0]
+    for layout in ({}, TP2SP):
+        for ours, parameters in run_world(several_steps, 2, path, layout):
+            assert ours == rates
+            for name, value in parameters.items():
+                assert (value - expected[name]).abs().max() < 2e-6, name
