@@ -70,6 +70,10 @@ class TestDevices:
         assert "memory of a GPU" in one_error("--record-memory-history")
         assert "--record-memory-history" in one_error("--memory-snapshot-num-steps", "3")
 
+    def test_cudnn_is_not_deterministic(self, setup, one_error):
+        assert setup.load("--attn-implementation", "slime_cudnn")
+        assert "any order" in one_error("--attn-implementation", "slime_cudnn", "--deterministic-mode")
+
     def test_routing_replay_needs_experts_and_an_engine_that_tells(self, setup, one_error):
         assert "a model with experts" in one_error("--use-routing-replay")
         model = ("--hf-checkpoint", setup.write_model("experts", num_experts=4))

@@ -31,6 +31,9 @@ def complete(args: Namespace, problems: Problems) -> None:
         problems.add(
             "--use-rollout-routing-replay", None, rule, "use --rollout-engine sglang, or --use-routing-replay"
         )
+    if args.attn_implementation == "slime_cudnn" and args.deterministic_mode:
+        rule = "adds gradients in any order, against --deterministic-mode"
+        problems.add("--attn-implementation", "slime_cudnn", rule, "use slime_varlen")
     for flag in ("--use-routing-replay", "--use-rollout-routing-replay"):
         if experts is None and _value(args, flag):
             problems.add(flag, None, "needs a model with experts, and config.json names none", "leave it out")
