@@ -40,6 +40,7 @@ def test_what_slime_decides():
         "--random-seed": "9",
         "--tp-size": "1",
         "--skip-server-warmup": True,
+        "--log-level-http": "warning",
     }
 
 
