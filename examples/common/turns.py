@@ -23,7 +23,8 @@ async def generate_with_tool(
     tool: Tool,
     max_calls: int,
 ) -> Sample:
-    """Generate until the model ends its turn; each `<tag>text</tag>` is answered with `<result_tag>...</result_tag>`.
+    """Generate until the model ends its turn; each `<tag>text</tag>` is answered with a line
+    `<result_tag>...</result_tag>` (lines, so that tokens do not run across the tags).
 
     The result's tokens are appended untrained, everything else is kept as it was generated. A sample that is aborted
     keeps its tokens and continues here in another rollout.
@@ -34,11 +35,11 @@ async def generate_with_tool(
         sample = await generate(args, sample, params)
         if sample.status is not Sample.Status.COMPLETED:
             break
-        call, begun = open_call(sample.response, tag, result_tag)
+        call, opening = open_call(sample.response, tag, result_tag)
         if call is None or sample.metadata.get("tool_calls", 0) >= max_calls:
             break
         started = time.perf_counter()
-        text = f"<{result_tag}>{await tool(call)}</{result_tag}>".removeprefix(begun)
+        text = f"{opening}{await tool(call)}</{result_tag}>\n"
         sample.non_generation_time += time.perf_counter() - started
         tokens = encode(text, add_special_tokens=False)
         sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
@@ -49,12 +50,13 @@ async def generate_with_tool(
 
 
 def open_call(response: str, tag: str, result_tag: str) -> tuple[str | None, str]:
-    """The text of the call that the response ends with, None when it ends otherwise; and what of `<result_tag>` stands
-    after the call already, since the token that ended it may hold more (`>` and `<` are often one token)."""
+    """The text of the call that the response ends with, None when it ends otherwise; and the opening of the result
+    that belongs after it: less than a line with `<result_tag>` where the token that ended the call holds some of it
+    (`>` and `<` are often one token)."""
     last = response.rpartition(f"</{result_tag}>")[2]
     before, closed, after = last.rpartition(f"</{tag}>")
     _, opened, text = before.rpartition(f"<{tag}>")
-    after = after.lstrip()
-    if not opened or not closed or not f"<{result_tag}>".startswith(after):
-        return None, ""
-    return text, after
+    for opening in (f"\n<{result_tag}>", f"<{result_tag}>"):
+        if opened and closed and opening.startswith(after):
+            return text, opening[len(after) :]
+    return None, ""

@@ -28,7 +28,7 @@ def demonstration(rng: random.Random) -> list[dict[str, str]]:
     question, word, a, b = problem(rng)
     operator = rng.choice(GUESSES[word])
     result = evaluate(operator, a, b)
-    answer = f"<code>print({a} {operator} {b})</code><output>{result}</output>#### {result}"
+    answer = f"<code>print({a} {operator} {b})</code>\n<output>{result}</output>\n#### {result}"
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 

@@ -45,7 +45,7 @@ def demonstration(world: dict, rng: random.Random) -> list[dict[str, str]]:
     # Made-up names: they can only be copied from what was found.
     name = word(rng)
     found = f"<information>{passage(land, kind, name)}</information>"
-    text = f"<search>{kind} of {land}</search>{found}<answer>{name}</answer>"
+    text = f"<search>{kind} of {land}</search>\n{found}\n<answer>{name}</answer>"
     return [question(land, asked), {"role": "assistant", "content": text}]
 
 

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize(
     ("response", "call"),
     [
-        ("I compute <code>print(1)</code>", ("print(1)", "")),
-        ("<code>a</code><output>1</output><code>b</code>\n", ("b", "")),
-        ("<code>a</code><", ("a", "<")),
+        ("I compute <code>print(1)</code>", ("print(1)", "\n<output>")),
+        ("<code>a</code><output>1</output><code>b</code>\n", ("b", "<output>")),
+        ("<code>a</code><", ("a", "output>")),
         ("<code>a</code><output>1</output>#### 1", (None, "")),
         ("<code>a</code> and more", (None, "")),
         ("a</code>", (None, "")),
@@ -76,7 +76,7 @@ def test_tool_results_are_in_the_response_and_not_trained_on(cluster_of, rollout
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     for sample in flatten(output.samples):
         assert sample.metadata["round_number"] == rounds
-        assert sample.response.count("<output>w9 w9 ") == rounds - 1
+        assert sample.response.count("\n<output>w9 w9 ") == rounds - 1
         response = sample.tokens[-sample.response_length :]
         trained = [t for t, m in zip(response, sample.loss_mask or [1] * len(response), strict=True) if m]
         assert trained == [token for i in range(rounds) for token in (31, 32 + i)]
