@@ -43,6 +43,8 @@ KINDS = {
     "router": "slime.router.server",
 }
 MEMORY_INTERVAL_SECS = 1.0
+WARM_UP_SECS = 90.0
+"""What a process loads while it starts is no growth."""
 MAX_GROWTH = 0.10
 
 
@@ -73,7 +75,8 @@ class Watcher(threading.Thread):
                 kind = next((k for k, word in KINDS.items() if any(word in w for w in words)), None)
                 if kind is None:
                     continue
-                self.memory[kind, process.pid].append(process.memory_info().rss / 1e6)
+                if time.time() - process.create_time() > WARM_UP_SECS:
+                    self.memory[kind, process.pid].append(process.memory_info().rss / 1e6)
                 if kind in ("engine", "router"):
                     listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
                     self.ports |= {connection.laddr.port for connection in listening}
@@ -161,9 +164,7 @@ def check_memory(watcher: Watcher) -> dict[str, dict[str, float]]:
         if len(series) < 20:
             continue
         tenth = max(1, len(series) // 10)
-        # What a process loads while it starts is no growth.
-        settled = series[tenth:]
-        first, last = statistics.mean(settled[:tenth]), statistics.mean(settled[-tenth:])
+        first, last = statistics.mean(series[:tenth]), statistics.mean(series[-tenth:])
         out[kind] = {"first": round(first, 1), "last": round(last, 1), "growth": round(last / first - 1, 3)}
     return out
 

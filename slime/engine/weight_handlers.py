@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from aiohttp import web
@@ -40,7 +42,7 @@ class WeightHandlers:
         post("/update_weights_from_distributed", self._endpoint(self.from_distributed))
         post("/update_weights_from_disk", self._endpoint(self.from_disk))
         post("/pull_weights", self.pull)
-        post("/init_weights_update_group", self._endpoint(self.groups.init))
+        post("/init_weights_update_group", self.init_group)
         post("/destroy_weights_update_group", self._endpoint(self.destroy_group))
         post("/begin_weight_update", self._endpoint(self.begin))
         post("/end_weight_update", self._endpoint(self.end))
@@ -54,6 +56,11 @@ class WeightHandlers:
             return _success(**(more or {}))
 
         return handle
+
+    async def init_group(self, request: web.Request) -> web.Response:
+        """Join a group. In a thread of its own: another member that died would hold the engine up for minutes."""
+        await asyncio.wrap_future(_in_daemon_thread(self.groups.init, await _json(request)))
+        return _success()
 
     async def pull(self, request: web.Request) -> web.Response:
         """Bring this host's checkpoint to a published version; the engine goes on meanwhile and loads nothing yet."""
@@ -127,6 +134,21 @@ class WeightHandlers:
         if body.get("action") == "reset_tensors":
             self.engine.weights_changed(None, flush_cache=True)
         return more
+
+
+def _in_daemon_thread(function: Callable[..., Any], *args: Any) -> Future:
+    """Run `function` in a thread that does not keep the server alive."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="join-group", daemon=True).start()
+    return future
 
 
 def _flush(body: dict[str, Any]) -> bool:

@@ -150,6 +150,8 @@ class EngineFleet:
     def prepare_update(self) -> tuple[list[str], list[list[int]]]:
         """URLs and slots of all engines, once those that failed are there again."""
         self._enter(Phase.UPDATING)
+        # One that died a moment ago must not be waited for in a process group.
+        self._on_each(lambda engine: engine.actor.health.remote(self.args.rollout_health_check_timeout))
         with self._changed:
             self._changed.wait_for(lambda: self._ended or all(e.state is not State.LOST for e in self.engines))
             self._in_update = [(engine, engine.url) for engine in self.engines]

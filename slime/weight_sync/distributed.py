@@ -19,6 +19,8 @@ from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.engines import Engines
 from slime.weight_sync.failures import error_of
 
+FORMATION_TIMEOUT = timedelta(seconds=60)
+
 
 def join_update_group(
     store: dist.Store, rank: int, world_size: int, group_name: str, backend: str, timeout: timedelta
@@ -78,15 +80,19 @@ class DistributedTransport:
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="weight-broadcast")
         world_size = 1 + sum(engine_sizes)
         limit = timedelta(seconds=timeout)
-        store = dist.TCPStore(master_address, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+        # Short: an engine that died meanwhile never comes, and the others wait for it as long as the store is there.
+        formation = min(limit, FORMATION_TIMEOUT)
+        store = dist.TCPStore(master_address, 0, world_size, is_master=True, timeout=formation, wait_for_workers=False)
         address = {"master_address": master_address, "master_port": store.port, "backend": backend}
         joins, offset = [], 1
         for index, size in enumerate(engine_sizes):
             payload = {**address, "rank_offset": offset, "world_size": world_size, "group_name": self.group_name}
             joins.append(engines.start(index, "/init_weights_update_group", payload))
             offset += size
-        join = self._waiter.submit(join_update_group, store, 0, world_size, self.group_name, backend, limit)
+        join = self._waiter.submit(join_update_group, store, 0, world_size, self.group_name, backend, formation)
+        del store
         self.group = _first_error_or(joins, join)
+        c10d._set_pg_timeout(limit, self.group)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -11,6 +10,7 @@ import torch
 from slime.weight_sync.buckets import Bucket, WeightSource, plan_buckets
 from slime.weight_sync.engines import Engines, WeightSyncError
 from slime.weight_sync.failures import error_of, raise_on_all_ranks
+from slime.weight_sync.pipeline import SendPipeline
 
 
 class Transport(Protocol):
@@ -24,7 +24,10 @@ class Transport(Protocol):
         ...
 
     def send(self, bucket: Bucket, flat: torch.Tensor, weight_version: str) -> None:
-        """Returns when the engines have copied it, so that the memory may be filled again."""
+        """Returns when the engines have copied it, so that the memory may be filled again.
+
+        Called in a thread of its own, when the device has filled `flat`.
+        """
         ...
 
     def collect(self) -> None:
@@ -89,17 +92,18 @@ class WeightUpdater:
         raise_on_all_ranks(failure)
         marks.append(perf_counter())
         gather_time = 0.0
-        # One piece of memory for all buckets, given back afterwards: between updates it is the training's.
-        memory = self.transport.allocate(max(b.nbytes for b in self.buckets)) if self.transport.sends else None
+        # The memory is given back afterwards: between updates it is the training's.
+        pipeline = SendPipeline(self.transport, self.buckets, str(self.version)) if self.transport.sends else None
         for bucket in self.buckets:
+            flat = None if pipeline is None else pipeline.buffer(bucket)
             start = perf_counter()
-            flat = None if memory is None else memory[: bucket.nbytes].view(bucket.dtype)
             self.source.gather(bucket.specs, None if flat is None else bucket.views(flat))
             gather_time += perf_counter() - start
-            if flat is not None and failure is None:
-                send = partial(self.transport.send, bucket, flat, str(self.version))
-                failure = error_of(send)
-        memory = flat = send = None
+            if flat is not None:
+                pipeline.send(bucket, flat)
+        if pipeline is not None:
+            failure = pipeline.finish()
+        flat = pipeline = None
         self.transport.collect()
         raise_on_all_ranks(failure)
         marks.append(perf_counter())
