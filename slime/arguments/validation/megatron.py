@@ -152,6 +152,14 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
             tensor,
             f"must divide the model's {architecture['num_query_groups']} key/value heads",
         )
+    if architecture.get("multi_latent_attention") and tensor > 1:
+        problems.add(
+            "--tensor-model-parallel-size",
+            tensor,
+            "gives wrong gradients with latent attention in stock megatron-core 0.16.1 without Transformer Engine",
+            "cut the model by --expert-model-parallel-size, --pipeline-model-parallel-size and "
+            "--context-parallel-size",
+        )
     if architecture["num_layers"] % pipeline:
         problems.add(
             "--pipeline-model-parallel-size", pipeline, f"must divide the model's {architecture['num_layers']} layers"

@@ -9,6 +9,7 @@ needed.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -143,6 +144,7 @@ def install() -> bool:
         _patch_without_transformer_engine()
         return False
     if _mode is None:
+        _disable_compilation()
         for name, function in CUDA_STAND_INS.items():
             setattr(torch.cuda, name, _counted(f"torch.cuda.{name}", function))
         torch.cuda.Stream = torch.cuda.Event = _Stream  # classes: annotations name them
@@ -153,6 +155,17 @@ def install() -> bool:
         _patch_without_transformer_engine()
         _patch_megatron()
     return True
+
+
+def _disable_compilation() -> None:
+    """Megatron compiles its small fused functions when they are defined. On CPU that costs more than it gives, and
+    ranks that compile at once spoil each other's cache; so it is switched off while they are imported."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        from megatron.core import jit
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+    jit.disable_jit_fuser()
 
 
 def _patch_without_transformer_engine() -> None:

@@ -92,3 +92,8 @@ def test_what_cannot_be_built_is_refused(changes, named):
 )
 def test_rules_of_ranks(tmp_path, flags, named):
     assert named in problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split())
+
+
+def test_latent_attention_is_not_cut_by_tensor_parallelism(tmp_path):
+    flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert "wrong gradients with latent attention" in problems(tmp_path, CONFIGS["moonlight-16B-A3B"], *flags)

@@ -43,7 +43,7 @@ EXPERTS = {
     "TP2+SP ETP2": (2, TP2SP | {"expert_tensor_parallel_size": 2}),
 }
 
-LATENT = {name: EXPERTS[name] for name in ("one rank", "TP2+SP EP2")} | {"CP2": (2, CP2)}
+LATENT = {name: EXPERTS[name] for name in ("one rank", "PP2", "EP2 CP2")}
 
 
 def gradients_of(before: dict, after: dict) -> dict[str, torch.Tensor]:
