@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def describe(*packages: str) -> dict:
-    """Machine, Python, versions of `packages` and the commit of this checkout."""
+    """Machine, Python, versions of the installed ones of `packages` and the commit of this checkout."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
@@ -19,9 +19,16 @@ def describe(*packages: str) -> dict:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: version for name in packages if (version := _version(name))},
         "commit": commit.stdout.strip() or None,
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

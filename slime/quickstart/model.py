@@ -27,7 +27,7 @@ class ModelShape:
 SHAPES = {
     # An initializer_range above the usual 0.02: a model this narrow starts to learn sooner.
     "tiny": ModelShape(128, 384, 2, 4, 2, 32, 128, 0.05, sft_lr=4e-3, grpo_lr=4e-4),
-    "qwen3-0.6b": ModelShape(1024, 3072, 28, 16, 8, 128, 1024, 0.02, sft_lr=3e-4, grpo_lr=1e-5, vocab_size=151936),
+    "qwen3-0.6b": ModelShape(1024, 3072, 28, 16, 8, 128, 1024, 0.02, sft_lr=3e-4, grpo_lr=3e-5, vocab_size=151936),
 }
 
 

@@ -154,4 +154,7 @@ class RayTrainGroup:
 def _environment(args: Namespace) -> dict[str, str]:
     """What trainers have beside the environment of the run."""
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"} if args.deterministic_mode else {}
+    if args.rollout_engine == "sglang" and not args.colocate:
+        # As SGLang sets them for itself: ranks of one communicator must agree on how memory is mapped.
+        env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return env | {name: str(value) for name, value in args.train_env_vars.items()}

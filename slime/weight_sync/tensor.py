@@ -7,22 +7,41 @@ handle and the table of its tensors travel, as the `flattened_bucket` payload of
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing  # registers torch's reductions with ForkingPickler
+from torch.multiprocessing.reductions import reduce_tensor  # importing it registers the rest with ForkingPickler
 
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.engines import Engines
 from slime.weight_sync.failures import error_of, raise_on_all_ranks
 
+DEVICE_ARGUMENT = 6
+"""Which argument of torch's `rebuild_cuda_tensor` is the device."""
 
-def serialize_bucket(bucket: Bucket, flat: torch.Tensor) -> str:
-    """base64 of the pickled handle. `flat` must stay alive and unchanged until the engine has answered."""
-    payload = {"flattened_tensor": flat, "metadata": bucket.metadata()}
-    return base64.b64encode(ForkingPickler.dumps(payload)).decode()
+
+def serialize_bucket(bucket: Bucket, flat: torch.Tensor, by_uuid: bool = False) -> str:
+    """base64 of the pickled handle. `flat` must stay alive and unchanged until the engine has answered.
+
+    Args:
+        by_uuid: name the GPU by its UUID, for an engine whose processes see several: every trainer rank calls its
+            own GPU 0. SGLang looks the UUID up among its devices.
+    """
+    file = io.BytesIO()
+    pickler = ForkingPickler(file)
+    if by_uuid:
+        pickler.dispatch_table[torch.Tensor] = _reduce_by_uuid
+    pickler.dump({"flattened_tensor": flat, "metadata": bucket.metadata()})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _reduce_by_uuid(tensor: torch.Tensor) -> tuple:
+    rebuild, args = reduce_tensor(tensor)
+    uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    return rebuild, (*args[:DEVICE_ARGUMENT], uuid, *args[DEVICE_ARGUMENT + 1 :])
 
 
 class TensorTransport:
@@ -75,7 +94,7 @@ class TensorTransport:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         failure = None
-        handles = [serialize_bucket(bucket, flat)]
+        handles = [serialize_bucket(bucket, flat, by_uuid=self.group is not None and flat.is_cuda)]
         if self.group is not None:
             gathered = [None] * len(self.ranks) if self.rank == self.ranks[0] else None
             dist.gather_object(handles[0], gathered, dst=self.ranks[0], group=self.group)
