@@ -120,7 +120,8 @@ def measure(engine: str, directory: Path, model: Path, prompts: Path, ids, optio
         server.close()
         router.close()
     medians = {f"{name}_tokens_per_s": statistics.median(values) for name, values in rates.items()}
-    return {**medians, "rollout_over_direct": medians["rollout_tokens_per_s"] / medians["direct_tokens_per_s"], **rates}
+    ratio = medians["rollout_tokens_per_s"] / medians["direct_tokens_per_s"]
+    return {**medians, "rollout_over_direct": ratio, **rates}
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ class Loop:
         """First sync, its check if asked for, and the evaluation before training."""
         args = self.args
         self.sync_weights()
-        if args.check_weight_update_equal:
+        if args.check_weight_update_equal and self.weight_version is not None:
             self.session.wait(self.actor.call("check_weights"))
         if self.evaluates and (args.num_rollout == 0 or (self.start == 0 and not args.skip_eval_before_train)):
             self.evaluate(self.start)

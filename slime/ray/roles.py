@@ -20,6 +20,8 @@ def role_args(args: Namespace, role: str) -> Namespace:
             "load": args.critic_load,
             "save": args.critic_save,
             "save_hf": None,
+            # The teacher changes advantages, never the returns that the critic learns.
+            "use_opd": False,
         }
         if args.critic_load is not None and os.path.isfile(os.path.join(args.critic_load, "config.json")):
             changes |= {"hf_checkpoint": args.critic_load, "ref_load": None, "load": None}

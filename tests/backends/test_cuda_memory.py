@@ -53,7 +53,7 @@ def test_memory(model_dir):
     _, plain, _ = results["plain"]
     for name, (metrics, held, away) in results.items():
         assert math.isfinite(metrics["train/loss"]) and metrics["train/skipped_steps"] == 0, name
-        assert away < 0.1 * held, name
+        assert away < 0.1, (name, away, held)  # cuBLAS keeps a workspace of 0.07
     assert results["moments"][1] < 0.45 * plain  # 4 of 12 bytes per parameter
     assert results["adapters"][1] < 0.3 * plain  # 2 of 12
     grad_norm = results["plain"][0]["train/grad_norm"]

@@ -67,6 +67,7 @@ def test_engine_actor(local_ray, tmp_path, tiny_model_dir):
         sglang_page_size=16,
         sglang_chunked_prefill_size=None,
         sglang_mem_fraction_static=None,
+        true_on_policy_mode=False,
     )
     engine = EmbeddedEngineActor.options(num_cpus=0).remote(args, 0)
     url = ray.get(engine.start.remote())

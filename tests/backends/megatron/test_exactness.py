@@ -109,7 +109,10 @@ def check(results, layout):
     found = [rank[layout] for rank in ranks if layout in rank]
     assert found
     for ours, theirs in found:
-        assert set(theirs) == set(gradients)
+        # A router's correction bias is no parameter in transformers; nothing here moves it.
+        fixed = {name for name in theirs if name.endswith("e_score_correction_bias")}
+        assert not any(theirs[name].any() for name in fixed)
+        assert set(theirs) - fixed == set(gradients)
         for key in ("loss", "pg_loss", "kl_loss", "entropy_loss", "grad_norm", "pg_clipfrac", "ppo_kl"):
             assert ours[f"train/{key}"] == pytest.approx(metrics[f"train/{key}"], rel=1e-5, abs=1e-7), key
         for name, gradient in gradients.items():
