@@ -64,10 +64,12 @@ def run_trl(threads: int, args, model, prompts, directory, block) -> dict:
     return {"seconds": result["step_seconds"][args.warmup :], "lengths": result["mean_response_length"][args.warmup :]}
 
 
-def run_slime(args, model, prompts, directory, block) -> dict:
-    run_dir = directory / f"slime-{block}"
+def run_slime(overlap: bool, args, model, prompts, directory, block) -> dict:
+    """slime's loop; with `overlap` the next rollout is generated (one step off policy) while this one is trained on."""
+    run_dir = directory / f"slime-{block}-{overlap}"
     samples = args.prompts_per_step * args.group_size
-    command = [sys.executable, "train.py", "--train-backend", "fsdp", "--device", "cpu", "--run-dir", str(run_dir)]
+    script = "train_async.py" if overlap else "train.py"
+    command = [sys.executable, script, "--train-backend", "fsdp", "--device", "cpu", "--run-dir", str(run_dir)]
     command += [
         "--hf-checkpoint",
         str(model),
@@ -79,9 +81,13 @@ def run_slime(args, model, prompts, directory, block) -> dict:
     ]
     command += ["--num-rollout", str(args.steps), "--rollout-batch-size", str(args.prompts_per_step)]
     command += ["--n-samples-per-prompt", str(args.group_size), "--global-batch-size", str(samples)]
-    command += ["--rollout-max-response-len", str(args.max_new_tokens), "--lr", "1e-6", "--colocate"]
+    command += ["--rollout-max-response-len", str(args.max_new_tokens), "--lr", "1e-6"]
     command += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
-    command += ["--actor-num-gpus-per-node", str(args.slime_workers)]
+    workers = str(args.slime_workers)
+    if overlap:
+        command += ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
+    else:
+        command += ["--actor-num-gpus-per-node", workers, "--colocate"]
     command += ["--custom-rm-path", "benchmarks.grpo_cpu:distinct_words"]
     run(command, 1)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -106,7 +112,7 @@ def main():
     parser.add_argument("--max-new-tokens", type=int, default=128)
     args = parser.parse_args()
     sides = {f"trl_{threads}_threads": partial(run_trl, threads) for threads in args.trl_threads}
-    sides["slime"] = run_slime
+    sides |= {"slime": partial(run_slime, False), "slime_async": partial(run_slime, True)}
     blocks = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -128,9 +134,11 @@ def main():
         [args.trl_python, "-c", "import trl; print(trl.__version__)"], capture_output=True, text=True
     ).stdout.strip()
     result["settings"].pop("trl_python")
-    best = max(result[side]["samples_per_second"] for side in sides if side != "slime")
-    result["ratio"] = result["slime"]["samples_per_second"] / best
-    print(f"slime / TRL = {result['ratio']:.2f}; written to {write_result('grpo_cpu', result)}")
+    best = max(result[side]["samples_per_second"] for side in sides if side.startswith("trl"))
+    for side in ("slime", "slime_async"):
+        result[f"{side}_ratio"] = result[side]["samples_per_second"] / best
+        print(f"{side} / TRL = {result[f'{side}_ratio']:.2f}")
+    print(f"written to {write_result('grpo_cpu', result)}")
 
 
 if __name__ == "__main__":
