@@ -65,7 +65,7 @@ def run_trl(threads: int, args, model, prompts, directory, block) -> dict:
 
 
 def run_slime(overlap: bool, args, model, prompts, directory, block) -> dict:
-    """slime's loop; with `overlap` the next rollout is generated (one step off policy) while this one is trained on."""
+    """slime's loop; with `overlap` the next rollout is generated (one step off policy) during training."""
     run_dir = directory / f"slime-{block}-{overlap}"
     samples = args.prompts_per_step * args.group_size
     script = "train_async.py" if overlap else "train.py"
