@@ -85,7 +85,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=_positive, default=recipes.SFT_STEPS, help="SFT steps [%(default)s]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     parser.add_argument("--model", choices=tuple(SHAPES), default="tiny", help="shape of the model [tiny]")
-    parser.add_argument("--train-backend", choices=tuple(recipes.RANKS), default="fsdp", help="trainer [fsdp]")
+    parser.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp", help="trainer [fsdp]")
     parser.add_argument("--output-dir", type=Path, help="a new directory [runs/quickstart-<time>-seed<N>]")
     options = parser.parse_args(own)
     if options.output_dir is None:

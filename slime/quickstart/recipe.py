@@ -22,18 +22,6 @@ TOKENIZER_PROBLEMS = 2000
 MAX_RESPONSE_TOKENS = 32
 TOKENS_PER_MICRO_BATCH = 4096
 
-RANKS: dict[str, dict[str, object]] = {
-    "fsdp": {"--actor-num-gpus-per-node": 1},
-    "megatron": {
-        "--actor-num-gpus-per-node": 2,
-        "--tensor-model-parallel-size": 2,
-        "--sequence-parallel": None,
-        "--make-vocab-size-divisible-by": 8,
-        "--data-pad-size-multiplier": 8,
-    },
-}
-"""Trainer processes: with Megatron two that share every layer."""
-
 SAMPLED, GREEDY = "held-out", "held-out-greedy"
 """The held-out problems are evaluated at temperature 1, as in training, and greedily."""
 
@@ -190,11 +178,22 @@ def grpo_flags(recipe: Recipe, paths: Paths) -> list[str]:
     )
 
 
+def _trainer_ranks(recipe: Recipe) -> dict[str, object]:
+    """Trainer processes: one; with Megatron on CPU two that share every layer, to show its parallelism."""
+    if recipe.train_backend == "fsdp":
+        return {"--actor-num-gpus-per-node": 1}
+    padding = {"--make-vocab-size-divisible-by": 8, "--data-pad-size-multiplier": 8}
+    if recipe.device == "cuda":
+        return {"--actor-num-gpus-per-node": 1, **padding}
+    parallel = {"--actor-num-gpus-per-node": 2, "--tensor-model-parallel-size": 2, "--sequence-parallel": None}
+    return {**parallel, **padding}
+
+
 def _command(recipe: Recipe, flags: dict[str, object]) -> list[str]:
     common = {
         "--train-backend": recipe.train_backend,
         "--device": recipe.device,
-        **RANKS[recipe.train_backend],
+        **_trainer_ranks(recipe),
         "--use-dynamic-batch-size": None,
         "--max-tokens-per-gpu": TOKENS_PER_MICRO_BATCH,
         "--rollout-max-response-len": MAX_RESPONSE_TOKENS,
