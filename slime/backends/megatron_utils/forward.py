@@ -14,10 +14,10 @@ from torch import nn
 
 from slime.backends.megatron_utils.attention import packed_row
 from slime.backends.megatron_utils.rotary import Rotary
-from slime.backends.megatron_utils.vocab_parallel import vocab_parallel_log_probs
 from slime.training.batch import MicroBatch
 from slime.training.context_parallel import ContextParallel, LocalRow, local_row
 from slime.training.logprobs import token_log_probs
+from slime.training.vocab_parallel import vocab_parallel_log_probs
 
 Result = Callable[[int, MicroBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, Any]]
 """(index of the micro-batch, the micro-batch, log_probs [R], entropy [R] or None) -> (loss, what to keep)."""

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.vocab_parallel import vocab_parallel_log_probs
 from slime.training.kept_tokens import KeptTokens
 from slime.training.logprobs import token_log_probs
+from slime.training.vocab_parallel import vocab_parallel_log_probs
 from tests.backends.trainers import run_world
 
 ROWS, WIDTH, VOCAB = 11, 6, 13

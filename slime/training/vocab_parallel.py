@@ -1,4 +1,4 @@
-"""Log-prob and entropy where every tensor-parallel rank has the output matrix for a part of the vocabulary.
+"""Log-prob and entropy where every rank of a group has the output matrix for a part of the vocabulary.
 
 As `slime.training.logprobs.token_log_probs`, logits of a chunk of rows are computed, reduced and dropped; a chunk
 costs two small all-reduces and backward none.
