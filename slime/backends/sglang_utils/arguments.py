@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.flag import OPTIONAL_BOOL, STORE_TRUE, Family, Flag, integer, number, text
+from slime.arguments.source import literal, name_of, strip_optional, text_of
 from slime.backends.sglang_utils import compat
 
 PREFIX = "--sglang-"
@@ -108,22 +109,22 @@ def _from_field(node: ast.AnnAssign) -> Flag | None:
         if getattr(meta.func, "id", "") != "Arg":
             return None
         options = {keyword.arg: keyword.value for keyword in meta.keywords}
-    if _value(options.get("no_cli")) is True:
+    if literal(options.get("no_cli")) is True:
         return None
     field = node.target.id
-    names = [_value(options.get("cli_name")) or _cli(field), *(_value(options.get("aliases")) or [])]
+    names = [literal(options.get("cli_name")) or _cli(field), *(literal(options.get("aliases")) or [])]
     if _cli(field) not in names:
         names.append(_cli(field))
-    return _flag(field, names, _strip_optional(kind), options, _value(node.value))
+    return _flag(field, names, strip_optional(kind), options, literal(node.value))
 
 
 def _from_call(node: ast.Call) -> Flag | None:
-    names = [name for name in map(_value, node.args) if isinstance(name, str) and name.startswith("--")]
+    names = [name for name in map(literal, node.args) if isinstance(name, str) and name.startswith("--")]
     if not names or names[0] in NOT_SERVER_FLAGS:
         return None
     options = {keyword.arg: keyword.value for keyword in node.keywords}
-    field = _value(options.get("dest")) or names[0][2:].replace("-", "_")
-    return _flag(field, names, options.get("type"), options, _value(options.get("default")))
+    field = literal(options.get("dest")) or names[0][2:].replace("-", "_")
+    return _flag(field, names, options.get("type"), options, literal(options.get("default")))
 
 
 def _flag(field: str, names: list[str], kind: ast.expr | None, options: dict[str, Any], default: Any) -> Flag:
@@ -136,7 +137,7 @@ def _flag(field: str, names: list[str], kind: ast.expr | None, options: dict[str
         aliases=tuple(prefixed[1:]),
         dest=f"sglang_{field}",
         default=None if isinstance(default, (list, dict, tuple)) and not default else default,
-        help=_text(options.get("help")) or "See SGLang's documentation.",
+        help=text_of(options.get("help")) or "See SGLang's documentation.",
         **shape,
     )
 
@@ -146,10 +147,10 @@ def _shape(kind: ast.expr | None, options: dict[str, Any]) -> dict[str, Any]:
     action = ast.unparse(options["action"]) if "action" in options else ""
     if "BooleanOptional" in action:
         return {"action": OPTIONAL_BOOL}
-    if "store_true" in action or "StoreTrue" in action or (not action and _name(kind) == "bool"):
+    if "store_true" in action or "StoreTrue" in action or (not action and name_of(kind) == "bool"):
         return {"action": STORE_TRUE}
-    nargs = _value(options.get("nargs"))
-    if isinstance(kind, ast.Subscript) and _name(kind.value) in ("List", "list") and "type_parser" not in options:
+    nargs = literal(options.get("nargs"))
+    if isinstance(kind, ast.Subscript) and name_of(kind.value) in ("List", "list") and "type_parser" not in options:
         return {"nargs": nargs if nargs in ("+", "*") else "+", "type": _converter(kind.slice)}
     if "LoRAPath" in action or nargs in ("+", "*"):
         return {"nargs": nargs if nargs in ("+", "*") else "*", "type": text}
@@ -159,44 +160,8 @@ def _shape(kind: ast.expr | None, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converter(kind: ast.expr | None) -> Callable[[Any], Any]:
-    return {"int": integer, "float": number}.get(_name(kind), text)
-
-
-def _strip_optional(kind: ast.expr) -> ast.expr:
-    """`Optional[X]`, `Union[X, None]` and `X | None` -> X."""
-    if isinstance(kind, ast.Subscript) and _name(kind.value) == "Optional":
-        return kind.slice
-    if isinstance(kind, ast.Subscript) and _name(kind.value) == "Union" and isinstance(kind.slice, ast.Tuple):
-        members = kind.slice.elts
-    elif isinstance(kind, ast.BinOp) and isinstance(kind.op, ast.BitOr):
-        members = [kind.left, kind.right]
-    else:
-        return kind
-    members = [member for member in members if not (isinstance(member, ast.Constant) and member.value is None)]
-    return members[0] if len(members) == 1 else ast.Name("str")
-
-
-def _name(node: ast.expr | None) -> str:
-    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return {"int": integer, "float": number}.get(name_of(kind), text)
 
 
 def _cli(field: str) -> str:
     return "--" + field.replace("_", "-")
-
-
-def _value(node: ast.expr | None) -> Any:
-    """A literal; None for everything that would have to be computed."""
-    if node is None:
-        return None
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return None
-
-
-def _text(node: ast.expr | None) -> str:
-    """A help text, with the parts of f-strings and sums that are constant."""
-    if node is None:
-        return ""
-    parts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return " ".join("".join(parts).split())
