@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from slime.arguments.parser import BY_DEST, COMPUTED, SERVER_FLAGS, resolve
+from slime.arguments.parser import BY_DEST, COMPUTED, MEGATRON_FLAGS, SERVER_FLAGS, resolve
 from slime.arguments.problems import ConfigError, Problem
 from slime.arguments.validation import validate_args
 
@@ -57,13 +57,14 @@ def config_to_yaml(args: Namespace) -> str:
 
     settings: dict[str, Any] = {}
     computed: dict[str, Any] = {}
-    engine_defaults = {flag.dest for flag in SERVER_FLAGS if getattr(args, flag.dest) == flag.default}
+    foreign = (*SERVER_FLAGS, *MEGATRON_FLAGS)
+    foreign_defaults = {flag.dest for flag in foreign if getattr(args, flag.dest) == flag.default}
     for key, value in vars(args).items():
         flag = BY_DEST.get(key)
-        if key in engine_defaults:
+        if key in foreign_defaults:
             continue
         if flag is None and key in COMPUTED:
-            computed[key] = [dataclasses.asdict(d) for d in value] if key == "eval_datasets" else value
+            computed[key] = [dataclasses.asdict(d) for d in value] if isinstance(value, (list, tuple)) else value
         elif flag is None or not (flag.pending or flag.secret or key in ("print_config", "custom_config_path")):
             settings[key] = value
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=110)

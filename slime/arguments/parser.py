@@ -15,20 +15,22 @@ from typing import Any
 
 from slime.arguments.families import FAMILIES, FLAGS, engine, megatron
 from slime.arguments.flag import APPEND, OPTIONAL_BOOL, STORE_FALSE, STORE_TRUE, BadChoice, Flag, to_bool
-from slime.arguments.pending import MEGATRON
 from slime.arguments.problems import ConfigError, Problem, Problems, closest
 
 _SERVER = engine.server_family()
 SERVER_FLAGS: tuple[Flag, ...] = _SERVER.flags if _SERVER else ()
 """Arguments of the installed SGLang that are in no table of slime's own."""
-ALL_FAMILIES = (*FAMILIES, _SERVER) if _SERVER else FAMILIES
-ALL_FLAGS = (*FLAGS, *SERVER_FLAGS)
+_MEGATRON = megatron.installed_families()
+MEGATRON_FLAGS: tuple[Flag, ...] = tuple(flag for family in _MEGATRON for flag in family.flags)
+"""Flags of the installed Megatron that are in no table of slime's own."""
+ALL_FAMILIES = (*FAMILIES, *((_SERVER,) if _SERVER else ()), *_MEGATRON)
+ALL_FLAGS = (*FLAGS, *SERVER_FLAGS, *MEGATRON_FLAGS)
 BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in ALL_FLAGS}
 BY_NAME: dict[str, Flag] = {name: flag for flag in ALL_FLAGS for name in flag.names}
 _NEGATIONS = {f"--no-{flag.name[2:]}": flag for flag in ALL_FLAGS if flag.action == OPTIONAL_BOOL}
 _PREFIXES = (engine.PREFIX, megatron.PREFIX)
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*")
-COMPUTED = ("use_critic", "role_overrides", "eval_datasets")
+COMPUTED = ("use_critic", "role_overrides", "eval_datasets", "served_models", "sglang_model_routers")
 """Attributes that validation adds; nobody may set them."""
 
 
@@ -161,13 +163,17 @@ def unknown_flag(name: str) -> Problem:
     if dest.startswith("sglang_") and dest.removeprefix("sglang_") in engine.OWNED_BY_SLIME:
         instead = engine.OWNED_BY_SLIME[dest.removeprefix("sglang_")]
         return Problem(name, "slime sets this itself", f"use {instead}" if instead else "leave it out")
+    field = dest.removeprefix("no_")
+    if field in megatron.OWNED:
+        return Problem(name, "slime sets this itself", megatron.OWNED[field])
     unread = name.startswith(engine.PREFIX) and not SERVER_FLAGS
     close = did_you_mean(name, cutoff=0.9 if unread or name.startswith(megatron.PREFIX) else 0.6)
     if not close and unread:
         rule = "SGLang is not installed, so its arguments are not known here"
         return Problem(name, rule, engine.INSTALL_SGLANG)
-    if not close and name.startswith(megatron.PREFIX):
-        return Problem(name, f"not available yet: {MEGATRON}")
+    if not close and name.startswith(megatron.PREFIX) and not MEGATRON_FLAGS:
+        rule = "megatron-core is not installed, so its flags are not known here"
+        return Problem(name, rule, megatron.INSTALL_MEGATRON)
     return Problem(name, "unknown flag", f"did you mean {close}?" if close else "slime flags lists all flags")
 
 

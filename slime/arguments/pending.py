@@ -1,8 +1,6 @@
 """Why flags are not available yet: one sentence per feature, shared by the tables."""
 
 MEGATRON = "this part of the Megatron trainer is not built yet"
-SERVER_GROUPS = "server groups are not built yet; all engines get the same --sglang-* arguments"
-PREFILL = "prefill / decode disaggregation is not built yet"
 TENSOR_PARALLEL_ENGINE = "the embedded engine runs on one device; engines over several need SGLang"
 ROLLOUT_BUFFER = "the external rollout-buffer service is not built yet"
 OTHER_ATTENTION = "packed rows run through slime's own variable-length attention"

@@ -43,10 +43,10 @@ class RolloutEngineActor:
     beside them (concurrency groups), so that a call that hangs can be seen and ended.
     """
 
-    def __init__(self, args: Namespace, rank: int) -> None:
+    def __init__(self, args: Namespace, rank: int, name: str) -> None:
         self.args = args
         self.rank = rank
-        self.name = f"engine-{rank}"
+        self.name = name
         self._server: ServerProcess | None = None
 
     def launch_command(self) -> list[str]:
@@ -81,6 +81,11 @@ class RolloutEngineActor:
     @ray.method(concurrency_group="side")
     def url(self) -> str:
         return self._server.url
+
+    @ray.method(concurrency_group="side")
+    def bootstrap_port(self) -> int | None:
+        """Where decode servers meet this one, if it only prefills."""
+        return None
 
     @ray.method(concurrency_group="side")
     def pids(self) -> dict[str, int]:
@@ -197,12 +202,17 @@ class SGLangEngineActor(RolloutEngineActor):
     """
 
     def __init__(
-        self, args: Namespace, rank: int, gpus: Sequence[str] = (), followers: Sequence[tuple[dict, list[str]]] = ()
+        self,
+        args: Namespace,
+        rank: int,
+        name: str,
+        gpus: Sequence[str] = (),
+        followers: Sequence[tuple[dict, list[str]]] = (),
     ) -> None:
-        super().__init__(args, rank)
+        super().__init__(args, rank, name)
         self.gpus = list(gpus)
         self._followers = [
-            SGLangNodeActor.options(**options).remote(args, rank, node_rank, node_gpus)
+            SGLangNodeActor.options(**options).remote(args, rank, f"{name}-node-{node_rank}", node_rank, node_gpus)
             for node_rank, (options, node_gpus) in enumerate(followers, start=1)
         ]
         self._dist_init_addr: str | None = None
@@ -246,19 +256,19 @@ class SGLangEngineActor(RolloutEngineActor):
 class SGLangNodeActor:
     """The part of an engine on one of its further nodes: a process that the engine's own server commands."""
 
-    def __init__(self, args: Namespace, rank: int, node_rank: int, gpus: list[str]) -> None:
+    def __init__(self, args: Namespace, rank: int, name: str, node_rank: int, gpus: list[str]) -> None:
         self.args = args
         self.rank = rank
+        self.name = name
         self.node_rank = node_rank
         self.gpus = gpus
         self._server: ServerProcess | None = None
 
     def start(self, dist_init_addr: str, nnodes: int) -> None:
-        name = f"engine-{self.rank}-node-{self.node_rank}"
         host = ray.util.get_node_ip_address()
         command = launch_command(self.args, self.rank, host, self.node_rank, nnodes, dist_init_addr)
-        log_file = RunDir(self.args.run_dir).log_file(name)
-        self._server = ServerProcess(name, command, log_file, host, launch_env(self.args, self.gpus))
+        log_file = RunDir(self.args.run_dir).log_file(self.name)
+        self._server = ServerProcess(self.name, command, log_file, host, launch_env(self.args, self.gpus))
         self._server.wait_until_healthy(timeout=STARTUP_TIMEOUT_SECS)
 
     @ray.method(concurrency_group="watch")

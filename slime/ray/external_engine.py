@@ -40,8 +40,8 @@ class ExternalServer:
 class ExternalEngineActor(RolloutEngineActor):
     """Controls the server at the `rank`-th address of `--rollout-external-engine-addrs`."""
 
-    def __init__(self, args: Namespace, rank: int) -> None:
-        super().__init__(args, rank)
+    def __init__(self, args: Namespace, rank: int, name: str) -> None:
+        super().__init__(args, rank, name)
         address = args.rollout_external_engine_addrs[rank]
         self._server = ExternalServer(self.name, f"http://{address}")
 

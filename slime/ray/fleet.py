@@ -1,4 +1,4 @@
-"""The engines of a run and the router in front of them: started together, watched, restarted when they fail.
+"""The engines of one model and the router in front of them: started together, watched, restarted when they fail.
 
 Without `--use-fault-tolerance` the first death ends the run. With it an engine that died or hangs is taken out of the
 router and started again. It serves again once the trainers have given it the current weights: until then it is
@@ -20,10 +20,11 @@ from typing import Any
 import ray
 
 from slime.observability.run_dir import RunDir
-from slime.ray.engines import create_engine, num_engines
+from slime.ray.engines import create_engine, engine_name
 from slime.ray.placement_group import PlacementSlice
-from slime.ray.router_process import RouterProcess
+from slime.ray.router_process import RouterProcess, router_name
 from slime.ray.server_process import ServerError
+from slime.utils.served_models import EngineSpec, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Engine:
     """One engine of the fleet. `death` is its actor's `wait_for_death`, `probe` the health check that runs."""
 
     rank: int
+    name: str
+    spec: EngineSpec
     actor: Any
     url: str = ""
     state: State = State.SERVING
@@ -63,10 +66,6 @@ class Engine:
     started_at: float = 0.0
     released: bool = False
     restarting: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"engine-{self.rank}"
 
     def started(self, url: str, state: State) -> None:
         self.url, self.state = url, state
@@ -78,12 +77,14 @@ class Engine:
 class EngineFleet:
     """Lives in the rollout manager. Every method may be called from any thread."""
 
-    def __init__(self, args: Namespace, placement: PlacementSlice) -> None:
+    def __init__(self, args: Namespace, placement: PlacementSlice, model: ServedModel) -> None:
         self.args = args
         self.placement = placement
-        self.router = RouterProcess(args, RunDir(args.run_dir).log_file("router"))
+        self.model = model
+        self.gets_weights = model.update_weights and not args.debug_rollout_only
+        self.router = RouterProcess(args, RunDir(args.run_dir).log_file(router_name(args, model)), model)
         self.engines: list[Engine] = []
-        self.phase = Phase.SERVING if args.debug_rollout_only else Phase.UPDATING
+        self.phase = Phase.UPDATING if self.gets_weights else Phase.SERVING
         self.disposed = threading.Event()
         self.fatal: str | None = None
         self.restarts = 0
@@ -96,18 +97,24 @@ class EngineFleet:
         Raises:
             ServerError: one did not start; the message ends with the end of its log.
         """
-        count = num_engines(self.args, self.placement)
-        self.engines = [Engine(i, create_engine(self.args, self.placement, i)) for i in range(count)]
+        args, model = self.args, self.model
+        self.engines = [
+            Engine(i, engine_name(args, model, i), spec, create_engine(args, self.placement, model, i))
+            for i, spec in enumerate(model.engines())
+        ]
         starting = [engine.actor.start.remote() for engine in self.engines]
         self.router.start()
         for engine, url in zip(self.engines, ray.get(starting), strict=True):
             engine.started(url, State.SERVING)
-            self.router.add(url)
+            self._route_to(engine)
+
+    def _route_to(self, engine: Engine) -> None:
+        port = ray.get(engine.actor.bootstrap_port.remote()) if self.model.is_disaggregated else None
+        self.router.add(engine.url, engine.spec.worker_type, port)
 
     def slots(self, engine: Engine) -> list[int]:
         """The worker slots that the engine stands on; under --colocate these are trainer ranks."""
-        size = self.args.rollout_num_gpus_per_engine
-        return list(range(engine.rank * size, (engine.rank + 1) * size))
+        return list(engine.spec.slots)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +186,7 @@ class EngineFleet:
         engine = self.engines[rank]
         if engine.state is State.UNSYNCED and engine.url == url:
             with contextlib.suppress(ServerError):  # a router that is down gets all engines when it is back
-                self.router.add(url)
+                self._route_to(engine)
             engine.state = State.SERVING
             logger.warning("%s serves again at %s", engine.name, url)
 
@@ -248,12 +255,12 @@ class EngineFleet:
             self.restarts += 1
             engine.started(url, State.UNSYNCED)
             self._changed.notify_all()
-        if self.args.debug_rollout_only:
+        if not self.gets_weights:
             self.admit(engine.rank, url)
 
     def _replace_actor(self, engine: Engine) -> None:
         ray.kill(engine.actor)
-        engine.actor = create_engine(self.args, self.placement, engine.rank)
+        engine.actor = create_engine(self.args, self.placement, self.model, engine.rank)
 
     def restart_router(self) -> None:
         """Start the router again on its port and make the engines known to it."""
@@ -262,7 +269,7 @@ class EngineFleet:
             self.router.start()
             for engine in self.engines:
                 if engine.state is State.SERVING:
-                    self.router.add(engine.url)
+                    self._route_to(engine)
         except ServerError as error:
             with self._changed:
                 self.fatal = f"the router could not be started again: {error}"
@@ -277,7 +284,7 @@ class EngineFleet:
 
     def pids(self) -> dict[str, int]:
         """Processes by name."""
-        pids = {} if self.router.process is None else {"router": self.router.process.pid}
+        pids = {} if self.router.process is None else {self.router.name: self.router.process.pid}
         for engine in self.engines:
             pids |= ray.get(engine.actor.pids.remote())
         return pids

@@ -22,7 +22,7 @@ from slime.observability.rollout_metrics import eval_metrics, rollout_metrics
 from slime.observability.run_dir import RunDir, redirect_output
 from slime.observability.staleness import count_token_versions
 from slime.ray.fleet import EngineFleet
-from slime.ray.health_monitor import HealthMonitor
+from slime.ray.fleets import Fleets
 from slime.ray.placement_group import PlacementSlice
 from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trim
@@ -64,7 +64,7 @@ class RolloutManager:
         stacks.dump_on_signal()
         self.args = args
         self.placement = placement
-        self.fleet: EngineFleet | None = None
+        self.fleets: Fleets | None = None
         self._restarts_seen = 0
         self._parallel: dict[str, int] = {}
         self.data_source: Any = None
@@ -90,27 +90,30 @@ class RolloutManager:
             save_tokenizer(args.hf_checkpoint, args.dump_details)
         if args.debug_train_only:
             return
-        self.fleet = EngineFleet(args, self.placement)
-        self.fleet.start()
-        if args.use_fault_tolerance:
-            HealthMonitor(self.fleet).start()
+        self.fleets = Fleets(args, self.placement)
+        self.fleets.start()
         init_http_client(args)
+
+    @property
+    def fleet(self) -> EngineFleet:
+        """The policy's engines."""
+        return self.fleets.policy
 
     @ray.method(concurrency_group="watch")
     def wait_for_death(self) -> str | None:
         """Block until a server dies that is not restarted; how it died. None after `dispose`."""
-        return None if self.fleet is None else self.fleet.wait_for_death()
+        return None if self.fleets is None else self.fleets.wait_for_death()
 
     @ray.method(concurrency_group="side")
     def dispose(self) -> None:
         """End all servers."""
-        if self.fleet is not None:
-            self.fleet.dispose()
+        if self.fleets is not None:
+            self.fleets.dispose()
 
     @ray.method(concurrency_group="side")
     def get_rollout_engines(self) -> tuple[list[Any], list[list[int]]]:
         """Engine actors, and for each the worker slots it stands on (under --colocate these are trainer ranks)."""
-        engines = [] if self.fleet is None else self.fleet.engines
+        engines = [] if self.fleets is None else self.fleet.engines
         return [engine.actor for engine in engines], [self.fleet.slots(engine) for engine in engines]
 
     @ray.method(concurrency_group="recovery")
@@ -135,7 +138,7 @@ class RolloutManager:
 
     @ray.method(concurrency_group="side")
     def pids(self) -> dict[str, int]:
-        return {"rollout-manager": os.getpid()} | ({} if self.fleet is None else self.fleet.pids())
+        return {"rollout-manager": os.getpid()} | ({} if self.fleets is None else self.fleets.pids())
 
     @ray.method(concurrency_group="side")
     def progress(self) -> str:
@@ -190,8 +193,8 @@ class RolloutManager:
         seconds = time.perf_counter() - start
         self.run_dir.write_samples(f"rollout_{rollout_id:06d}", samples)
         metrics = self._rollout_metrics(rollout_id, samples, extra, seconds)
-        if self.args.use_fault_tolerance and self.fleet is not None:
-            restarts, self._restarts_seen = self.fleet.restarts - self._restarts_seen, self.fleet.restarts
+        if self.args.use_fault_tolerance and self.fleets is not None:
+            restarts, self._restarts_seen = self.fleets.restarts - self._restarts_seen, self.fleets.restarts
             metrics["rollout/engine_restarts"] = restarts  # since the last rollout
         if self.args.debug_rollout_only:
             return GenerateResult([], metrics, [s.index for s in samples], count_token_versions(samples))
@@ -224,7 +227,7 @@ class RolloutManager:
                 replaced = log(rollout_id, args, samples, extra, seconds)
             if replaced:
                 return {"perf/rollout_time": seconds}
-        slots = max(1, len(self.placement))
+        slots = 1 if self.fleets is None else self.fleet.model.num_gpus
         return {**rollout_metrics(args, samples, seconds, slots), **_on_axis("rollout", extra)}
 
     def _distribute(self, batch: dict[str, list[Any]]) -> list[ray.ObjectRef]:

@@ -1,4 +1,4 @@
-"""The router of a run: which one it is, how it is started, and how engines are made known to it."""
+"""The router of a model: which one it is, how it is started, and how engines are made known to it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from slime.ray.server_process import ServerError, ServerProcess, http_json
 from slime.router import sglang
+from slime.utils.served_models import ServedModel, model_url, policy_model
 
 STARTUP_TIMEOUT_SECS = 60.0
 REGISTRATION_TIMEOUT_SECS = 60.0
@@ -19,16 +21,26 @@ QUEUE_TIMEOUT_SECS = 30.0
 """Longest wait for an engine when none is restarted: then nobody will come."""
 
 
+def router_name(args: Namespace, model: ServedModel) -> str:
+    """What messages and log files call a router."""
+    return "router" if model.name == policy_model(args).name else f"router-{model.name}"
+
+
 class RouterProcess:
-    """The router, or the address of one that runs already (`--sglang-router-ip`), which is left as it is at the end.
+    """The router, or the address of one that runs already (`--sglang-router-ip`, for the policy), which is left as it
+    is at the end.
 
     Args:
         log_file: of the process.
+        model: what is behind it.
     """
 
-    def __init__(self, args: Namespace, log_file: Path) -> None:
+    def __init__(self, args: Namespace, log_file: Path, model: ServedModel) -> None:
         self.args = args
         self.log_file = log_file
+        self.model = model
+        self.name = router_name(args, model)
+        self.of_policy = model.name == policy_model(args).name
         self.process: ServerProcess | None = None
 
     def start(self) -> str:
@@ -37,21 +49,30 @@ class RouterProcess:
         Raises:
             ServerError: it did not start.
         """
-        args = self.args
-        if self.process is None and args.sglang_router_ip is not None:
-            return self.url
+        args, port = self.args, 0
         if self.process is not None:
             self.process.close()  # what its death has left of it
-        port = args.sglang_router_port or 0
-        command = self._own_command(port) if args.use_slime_router else self._sglang_command(port)
-        self.process = ServerProcess("router", command, self.log_file, "127.0.0.1")
+            port = self.process.port
+        elif self.of_policy and args.sglang_router_ip is not None:
+            self._announce(args.sglang_router_ip, args.sglang_router_port)
+            return self.url
+        elif self.of_policy:
+            port = args.sglang_router_port or 0
+        own = args.use_slime_router or sglang.find_python(args.sglang_router_env) is None
+        command = self._own_command(port) if own else self._sglang_command(port)
+        self.process = ServerProcess(self.name, command, self.log_file, "127.0.0.1")
         self.process.wait_until_healthy(timeout=STARTUP_TIMEOUT_SECS)
-        args.sglang_router_ip, args.sglang_router_port = self.process.host, self.process.port
+        self._announce(self.process.host, self.process.port)
         return self.url
+
+    def _announce(self, host: str, port: int) -> None:
+        if self.of_policy:
+            self.args.sglang_router_ip, self.args.sglang_router_port = host, port
+        self.args.sglang_model_routers[self.model.name] = (host, port)
 
     @property
     def url(self) -> str:
-        return f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
+        return model_url(self.args, self.model.name)
 
     def _own_command(self, port: int) -> list[str]:
         args = self.args
@@ -62,7 +83,7 @@ class RouterProcess:
         command += ["--health-check-failure-threshold", str(args.slime_router_health_check_failure_threshold)]
         if args.slime_router_max_connections:
             command += ["--max-connections", str(args.slime_router_max_connections)]
-        if args.slime_router_middleware_paths:
+        if args.slime_router_middleware_paths and self.of_policy:
             command += ["--hf-checkpoint", args.hf_checkpoint]
             command += ["--middleware-paths", *args.slime_router_middleware_paths]
         return [*command, "--trust-remote-code"] if args.trust_remote_code else command
@@ -72,17 +93,28 @@ class RouterProcess:
         python = sglang.find_python(args.sglang_router_env)
         command = [sys.executable, "-m", "slime.router.sglang", "--python", python, "--port", str(port)]
         flags = sglang.options(args)
+        if self.model.is_disaggregated:
+            flags += ["--pd-disaggregation"]
         if "--request-timeout-secs" not in flags:
             flags += ["--request-timeout-secs", str(args.sglang_router_request_timeout_secs)]
         return [*command, f"--flags={shlex.join(flags)}"]
 
-    def add(self, engine_url: str) -> None:
+    def add(self, engine_url: str, worker_type: str = "regular", bootstrap_port: int | None = None) -> None:
         """Make an engine known; returns when requests reach it.
+
+        Args:
+            worker_type: "prefill" or "decode" for a server that does half of each request.
+            bootstrap_port: where decode servers meet a prefill server.
 
         Raises:
             ServerError: the router refused it, or does not use it after a minute.
         """
-        http_json("POST", self.url + "/workers", {"url": engine_url}, timeout=30.0)
+        worker: dict[str, Any] = {"url": engine_url}
+        if worker_type != "regular":
+            worker["worker_type"] = worker_type
+        if worker_type == "prefill":
+            worker["bootstrap_port"] = bootstrap_port
+        http_json("POST", self.url + "/workers", worker, timeout=30.0)
         deadline = time.monotonic() + REGISTRATION_TIMEOUT_SECS
         while not any(_is_ready(worker, engine_url) for worker in self._workers()):
             if time.monotonic() > deadline:

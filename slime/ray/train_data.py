@@ -141,7 +141,7 @@ def _kept_tokens(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         if sample.rollout_top_p_token_ids is None and sample.response_length:
             raise ValueError(
                 f"sample {sample.index} has no rollout_top_p_token_ids: with --use-rollout-top-p-replay the rollout "
-                "must ask the engine for them (return_top_p_token_ids)"
+                "must ask the engine for them (return_sampling_mask)"
             )
     return {
         "rollout_top_p_token_ids": [s.rollout_top_p_token_ids or [] for s in samples],

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.served_models import policy_model
 from slime.utils.types import Sample
 
 _KEPT = 4
@@ -38,8 +39,7 @@ class GenerateState:
     def _set_up(self, args) -> None:
         self.args = args
         self.sampling_params = train_sampling_params(args)
-        engines = max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
-        self.concurrency = args.sglang_server_concurrency * engines
+        self.concurrency = args.sglang_server_concurrency * policy_model(args).num_answering()
         self._semaphores: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
         self.dp_counts = [0] * attention_dp_size(args)
         """Requests in flight per data-parallel attention rank of the engines."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from slime.utils.http_utils import post
+from slime.utils.served_models import model_url
 from slime.utils.types import Sample
 
 
 async def teacher_log_probs(args, sample: Sample, *, evaluation: bool = False) -> None:
-    """Sample hook: set `sample.teacher_log_probs` by one prefill at `--opd-teacher-url`.
+    """Sample hook: set `sample.teacher_log_probs` by one prefill at `--opd-teacher-url` (or the model of that name).
 
     Raises:
         ValueError: the teacher scored other tokens than the sample has.
@@ -21,7 +22,8 @@ async def teacher_log_probs(args, sample: Sample, *, evaluation: bool = False) -
         "logprob_start_len": max(len(sample.tokens) - count - 1, 0),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
     }
-    reply = await post(f"{args.opd_teacher_url}/generate", payload)
+    url = args.opd_teacher_url
+    reply = await post((url if "://" in url else model_url(args, url)) + "/generate", payload)
     scored = reply["meta_info"]["input_token_logprobs"]
     scored = scored[len(scored) - count :]
     if [token for _, token, _ in scored] != sample.tokens[len(sample.tokens) - count :]:

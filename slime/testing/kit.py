@@ -13,6 +13,7 @@ from typing import Any
 from slime.arguments.parser import resolve
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.testing.scripted_engine import ScriptedEngine, served_in_thread
+from slime.utils.served_models import one_group
 from slime.utils.types import Sample
 
 PROMPTS = 6
@@ -22,7 +23,8 @@ SETTINGS: dict[str, Any] = {
     "n_samples_per_prompt": 2,
     "global_batch_size": 2,
     "rollout_max_response_len": 8,
-    "rollout_num_gpus": 1,
+    "served_models": one_group(None, 1, 1),
+    "sglang_model_routers": {},
     "num_rollout": 1,
     "rm_type": "random",
     "input_key": "messages",

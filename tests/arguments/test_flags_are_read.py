@@ -20,6 +20,8 @@ CONSUMED_HERE = {
     "print_config": "read by parse_args",
     "bf16": "becomes dtype",
     "num_gpus_per_node": "sizes --debug-rollout-only",
+    "sglang_config": "becomes served_models",
+    "prefill_num_servers": "becomes served_models",
     "log_probs_max_tokens_per_gpu": "must equal max_tokens_per_gpu",
     "num_steps_per_rollout": "becomes global_batch_size",
     "offload": "becomes offload_train and offload_rollout",

@@ -69,7 +69,7 @@ def test_engine_actor(local_ray, tmp_path, tiny_model_dir):
         sglang_mem_fraction_static=None,
         true_on_policy_mode=False,
     )
-    engine = EmbeddedEngineActor.options(num_cpus=0).remote(args, 0)
+    engine = EmbeddedEngineActor.options(num_cpus=0).remote(args, 0, "engine-0")
     url = ray.get(engine.start.remote())
     assert ray.get(engine.url.remote()) == url
     ray.get([engine.health.remote(), engine.flush_cache.remote(), engine.pause_generation.remote("abort")])
@@ -83,7 +83,7 @@ def test_engine_actor(local_ray, tmp_path, tiny_model_dir):
     ray.kill(engine)
 
     broken = EmbeddedEngineActor.options(num_cpus=0).remote(
-        Namespace(**{**vars(args), "hf_checkpoint": "/nowhere"}), 1
+        Namespace(**{**vars(args), "hf_checkpoint": "/nowhere"}), 1, "engine-1"
     )
     with pytest.raises(Exception, match=r"engine-1[\s\S]*/nowhere"):
         ray.get(broken.start.remote())

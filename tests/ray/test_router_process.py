@@ -55,7 +55,8 @@ KINDS = [
 
 @pytest.mark.parametrize("flags", KINDS)
 def test_registered_engines_answer(engine, tiny_model_dir, tmp_path, flags):
-    router = RouterProcess(arguments(tiny_model_dir, tmp_path, *flags), tmp_path / "router.log")
+    args = arguments(tiny_model_dir, tmp_path, *flags)
+    router = RouterProcess(args, tmp_path / "router.log", args.served_models[0])
     try:
         url = router.start()
         router.add(engine.url)
@@ -89,7 +90,7 @@ def test_a_wrong_option_is_shown(tiny_model_dir, tmp_path):
     flags = ("--use-slime-router", "--slime-router-middleware-paths", "tests.router.test_server.Shout")
     args = arguments(tiny_model_dir, tmp_path, *flags)
     args.slime_router_middleware_paths = ["tests.router.test_server.PAYLOAD"]
-    router = RouterProcess(args, tmp_path / "router.log")
+    router = RouterProcess(args, tmp_path / "router.log", args.served_models[0])
     with pytest.raises(ServerError, match="--slime-router-middleware-paths"):
         router.start()
     router.close()

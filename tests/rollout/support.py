@@ -4,6 +4,7 @@ import argparse
 import json
 
 from slime.testing.scripted_engine import ScriptedEngine, served
+from slime.utils.served_models import one_group
 
 __all__ = ["DEFAULTS", "ScriptedEngine", "make_args", "served", "write_prompts"]
 
@@ -35,8 +36,8 @@ DEFAULTS = {
     "rollout_batch_size": 4,
     "over_sampling_batch_size": 4,
     "n_samples_per_prompt": 2,
-    "rollout_num_gpus": 1,
-    "rollout_num_gpus_per_engine": 1,
+    "served_models": one_group(None, 1, 1),
+    "sglang_model_routers": {},
     "sglang_server_concurrency": 64,
     "sglang_router_ip": "127.0.0.1",
     "sglang_router_port": 0,

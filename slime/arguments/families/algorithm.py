@@ -117,7 +117,12 @@ FAMILY = Family(
             choice_aliases={"megatron": "trainer"},
         ),
         Flag("--opd-kl-coef", number, 1.0, "Weight of distillation."),
-        Flag("--opd-teacher-url", text, help="URL of an engine with the teacher, which scores the responses."),
+        Flag(
+            "--opd-teacher-url",
+            text,
+            help="URL of an engine with the teacher, which scores the responses, or "
+            "the name of a frozen model of --sglang-config.",
+        ),
         Flag("--opd-teacher-load", text, help="Hugging Face directory of the teacher; same vocabulary."),
         Flag("--opd-teacher-ckpt-step", integer, help="Step of the teacher.", pending=pending.MEGATRON),
         Flag(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, number, text
 
 PREFIX = "--sglang-"
@@ -41,7 +40,14 @@ OWNED_BY_SLIME = {
 }
 """SGLang arguments that slime sets, and the flag that decides them, if there is one."""
 
-SHARED = ("context_length", "max_running_requests", "max_total_tokens", "page_size", "chunked_prefill_size")
+SHARED = (
+    "context_length",
+    "max_running_requests",
+    "max_total_tokens",
+    "page_size",
+    "chunked_prefill_size",
+    "enable_deterministic_inference",
+)
 """Arguments that mean the same for both engines, beside mem_fraction_static."""
 
 FAMILY = Family(
@@ -72,9 +78,24 @@ FAMILY = Family(
             help="Precision of the engine. Default: --dtype.",
             choices=("float32", "bfloat16", "float16"),
         ),
+        Flag(
+            "--sglang-enable-deterministic-inference",
+            action=STORE_TRUE,
+            help="A sample depends on its seed (--rollout-seed + its index) alone, not on what runs beside it. The "
+            "embedded engine always works so; SGLang does on a GPU, more slowly.",
+        ),
         Flag("--sglang-server-concurrency", integer, 512, "Requests in flight per engine."),
-        Flag("--sglang-config", text, help="YAML of server groups.", pending=pending.SERVER_GROUPS),
-        Flag("--prefill-num-servers", integer, help="Servers that only prefill.", pending=pending.PREFILL),
+        Flag(
+            "--sglang-config",
+            text,
+            help="YAML of the models to serve, each in groups of servers with their own GPUs and arguments "
+            "(docs/engines.md).",
+        ),
+        Flag(
+            "--prefill-num-servers",
+            integer,
+            help="Of the engines, so many only prefill and the others only decode. Needs SGLang and sglang-router.",
+        ),
         Flag(
             "--rollout-external",
             action=STORE_TRUE,

@@ -153,21 +153,26 @@ def _complete_distillation(args: Namespace, problems: Problems) -> None:
     if args.opd_teacher_load is None:
         problems.add("--opd-type", "trainer", "needs --opd-teacher-load", "give the teacher's Hugging Face directory")
         return
-    teacher = read_hf_config(args.opd_teacher_load, "--opd-teacher-load", problems)
-    if teacher is None:
-        return
-    check_weights(args.opd_teacher_load, "--opd-teacher-load", problems)
-    if args.hf_checkpoint is not None and not problems.concern("--hf-checkpoint"):
+    path = args.opd_teacher_load
+    if _check_vocabulary(args, "--opd-teacher-load", path, path, problems):
+        check_weights(path, "--opd-teacher-load", problems)
+
+
+def _check_vocabulary(args: Namespace, flag: str, value: str, path: str, problems: Problems) -> bool:
+    """Whether there is a teacher at `path`; its vocabulary must be the policy's."""
+    teacher = read_hf_config(path, flag, problems)
+    if teacher is not None and args.hf_checkpoint is not None and not problems.concern("--hf-checkpoint"):
         policy = read_hf_config(args.hf_checkpoint, "--hf-checkpoint", problems) or {}
         theirs, ours = (vocabulary_of(config) for config in (teacher, policy))
         if theirs is not None and ours is not None and theirs != ours:
             problems.add(
-                "--opd-teacher-load",
-                args.opd_teacher_load,
+                flag,
+                value,
                 f"its vocabulary of {theirs} is not the {ours} of --hf-checkpoint: log-probs of the same token ids "
                 "must mean the same",
                 "choose a teacher of the same model family",
             )
+    return teacher is not None
 
 
 def _complete_lora(args: Namespace, problems: Problems) -> None:
@@ -204,8 +209,12 @@ def _complete_remote_teacher(args: Namespace, problems: Problems) -> None:
     url = args.opd_teacher_url
     if args.opd_type == "trainer":
         problems.add("--opd-teacher-url", url, "excludes a teacher in the trainer", "leave out --opd-teacher-load")
-    if not url.startswith(("http://", "https://")):
-        problems.add("--opd-teacher-url", url, "must start with http:// or https://", "")
+    model = next((model for model in args.served_models if model.name == url and not model.update_weights), None)
+    if model is not None:
+        _check_vocabulary(args, "--opd-teacher-url", url, model.model_path, problems)
+    elif not url.startswith(("http://", "https://")) and not problems.concern("--sglang-config"):
+        rule = "must start with http:// or https://, or be the name of a frozen model of --sglang-config"
+        problems.add("--opd-teacher-url", url, rule)
     if args.rollout_temperature != 1:
         problems.add(
             "--opd-teacher-url",

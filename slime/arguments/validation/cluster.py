@@ -9,6 +9,7 @@ import subprocess
 from argparse import Namespace
 
 from slime.arguments.problems import Problems
+from slime.utils.served_models import policy_model
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,15 @@ def complete_sizes(args: Namespace, problems: Problems) -> None:
             args.context_parallel_size,
             f"must divide the {actor} trainer GPUs (--actor-num-nodes x --actor-num-gpus-per-node)",
         )
+    if args.served_models:
+        _take_from_groups(args, actor, problems)
     if args.debug_train_only:
         args.colocate = args.offload_train = args.offload_rollout = False
         args.rollout_num_gpus = 0
     elif args.debug_rollout_only:
         _size_for_rollout_only(args, actor, problems)
+    elif args.sglang_config is not None:
+        return  # taken from there, or it is wrong
     elif args.colocate:
         if args.rollout_num_gpus not in (None, actor):
             logger.warning(
@@ -79,6 +84,23 @@ def complete_sizes(args: Namespace, problems: Problems) -> None:
             "--rollout-num-gpus",
             args.rollout_num_gpus,
             f"must be a multiple of --rollout-num-gpus-per-engine {per_engine}",
+        )
+
+
+def _take_from_groups(args: Namespace, actor: int, problems: Problems) -> None:
+    """With --sglang-config the GPUs of the engines are those of its groups."""
+    total, flag = sum(model.num_gpus for model in args.served_models), "--rollout-num-gpus"
+    if args.rollout_num_gpus not in (None, total):
+        rule = f"is not the {total} GPUs of the groups in --sglang-config"
+        problems.add(flag, args.rollout_num_gpus, rule, f"leave it out, or give {total}")
+    args.rollout_num_gpus = total
+    policy = policy_model(args)
+    if args.colocate and not args.debug_rollout_only and policy.num_gpus != actor:
+        problems.add(
+            "--sglang-config",
+            args.sglang_config,
+            f"model {policy.name} has {policy.num_gpus} GPUs, but under --colocate it shares the trainers' {actor}",
+            "make them equal; a group of worker_type placeholder keeps GPUs free of engines",
         )
 
 

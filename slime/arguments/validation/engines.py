@@ -14,11 +14,15 @@ from slime.backends.sglang_utils import compat
 logger = logging.getLogger(__name__)
 
 
-def complete(args: Namespace, problems: Problems) -> None:
-    """rollout_engine, sglang_mem_fraction_static; rules of engines over several GPUs."""
-    version = compat.installed_version()
+def choose(args: Namespace, problems: Problems) -> None:
+    """rollout_engine."""
     if args.rollout_engine is None:
-        args.rollout_engine = "sglang" if args.device == "cuda" and version else "embedded"
+        args.rollout_engine = "sglang" if args.device == "cuda" and compat.installed_version() else "embedded"
+
+
+def complete(args: Namespace, problems: Problems) -> None:
+    """sglang_mem_fraction_static; rules of engines over several GPUs."""
+    version = compat.installed_version()
     if args.rollout_engine == "sglang":
         _check_sglang(args, version, problems)
     else:
@@ -52,7 +56,15 @@ def _check_sglang(args: Namespace, version: str | None, problems: Problems) -> N
     warning = compat.version_warning(version)
     if warning:
         logger.warning(warning)
-    size, per_node = args.rollout_num_gpus_per_engine, args.num_gpus_per_node
+    if args.sglang_enable_deterministic_inference:
+        _check_deterministic(args, problems)
+    sizes = {group.num_gpus_per_engine for model in args.served_models for group in model.groups}
+    for size in sorted(sizes or {args.rollout_num_gpus_per_engine}):
+        _check_size(args, size, problems)
+
+
+def _check_size(args: Namespace, size: int, problems: Problems) -> None:
+    per_node = args.num_gpus_per_node
     if size > per_node and size % per_node:
         problems.add(
             "--rollout-num-gpus-per-engine",
@@ -73,3 +85,16 @@ def _check_sglang(args: Namespace, version: str | None, problems: Problems) -> N
         )
     elif data_parallel > 1 and size % data_parallel:
         problems.add("--rollout-num-gpus-per-engine", size, f"must be a multiple of --sglang-dp-size {data_parallel}")
+
+
+def _check_deterministic(args: Namespace, problems: Problems) -> None:
+    """SGLang's batch-invariant operations and seeded sampling are GPU kernels, and only some attention has them."""
+    flag = "--sglang-enable-deterministic-inference"
+    if args.device == "cpu":
+        rule = "needs a GPU: SGLang has no batch-invariant operations on CPU"
+        problems.add(flag, None, rule, "use --rollout-engine embedded, which always samples by seed and position")
+        return
+    known, chosen = compat.deterministic_attention_backends(), vars(args).get("sglang_attention_backend")
+    if known and chosen is not None and chosen not in known:
+        rule = f"is not deterministic, against {flag}"
+        problems.add("--sglang-attention-backend", chosen, rule, f"use one of {', '.join(known)}, or leave it out")

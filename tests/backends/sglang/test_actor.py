@@ -28,11 +28,13 @@ def test_life_of_an_engine(local_ray, tmp_path, tiny_model_dir):
 
     from slime.ray.engines import create_engine
     from slime.ray.placement_group import create_placement_groups
+    from slime.utils.served_models import one_group
 
     words = ["--hf-checkpoint", tiny_model_dir, "--device", "cpu", "--dtype", "float32", "--rollout-engine", "sglang"]
     args = resolve([*words, "--rollout-num-gpus", "1", "--run-dir", str(tmp_path)])
     args.offload_rollout, args.debug_rollout_only = True, True
-    engine = create_engine(args, create_placement_groups(args)["rollout"], 0)
+    args.served_models = one_group(tiny_model_dir, 1, 1)
+    engine = create_engine(args, create_placement_groups(args)["rollout"], args.served_models[0], 0)
     url = ray.get(engine.start.remote())
     assert ray.get(engine.url.remote()) == url
     ray.get([engine.health.remote(), engine.flush_cache.remote(), engine.pause_generation.remote("abort")])

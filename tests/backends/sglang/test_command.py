@@ -117,8 +117,8 @@ def slices(nodes: str, gpus: list[str]) -> PlacementSlice:
 
 def test_several_engines_on_a_node_and_one_over_several():
     placement = slices("aaaabbbb", list("01230123"))
-    assert engine_nodes(placement, 2, 1) == [(2, ["2", "3"])]
-    assert engine_nodes(placement, 4, 1) == [(4, ["0", "1", "2", "3"])]
-    assert engine_nodes(placement, 8, 0) == [(0, ["0", "1", "2", "3"]), (4, ["0", "1", "2", "3"])]
+    assert engine_nodes(placement, range(2, 4)) == [(2, ["2", "3"])]
+    assert engine_nodes(placement, range(4, 8)) == [(4, ["0", "1", "2", "3"])]
+    assert engine_nodes(placement, range(8)) == [(0, ["0", "1", "2", "3"]), (4, ["0", "1", "2", "3"])]
     on_cpu = slices("aa", ["", ""])
-    assert engine_nodes(on_cpu, 2, 0) == [(0, [])]
+    assert engine_nodes(on_cpu, range(2)) == [(0, [])]
