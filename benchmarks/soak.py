@@ -41,6 +41,8 @@ KINDS = {
     "engine-actor": "ray::EmbeddedEngineActor",
     "engine": "slime.engine.server",
     "router": "slime.router.server",
+    "raylet": "/raylet/raylet",
+    "gcs": "/gcs/gcs_server",
 }
 MEMORY_INTERVAL_SECS = 1.0
 WARM_UP_SECS = 90.0
@@ -116,7 +118,8 @@ def run_all(args: argparse.Namespace, root: Path) -> tuple[list[TrainRun], Watch
     model, save = root / "model", root / "checkpoints"
     save_tiny_model(str(model))
     per_rollout = GROUPS * SAMPLES
-    hangs = rng.sample(range(2 * per_rollout, (args.rollouts - 1) * per_rollout), args.hangs)
+    # In the first quarter, so that the processes of the last part live long enough to show a leak.
+    hangs = rng.sample(range(2 * per_rollout, args.rollouts // 4 * per_rollout), args.hangs)
     for index in hangs:
         (root / f"hang-{index}").touch()
     kills = sorted(rng.sample(range(1, max(2, args.rollouts - 2)), args.kills))
