@@ -113,8 +113,6 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         "tokens": [s.tokens for s in samples],
         "total_lengths": [len(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
-        "rewards": [float(r) for r in rewards],
-        "raw_reward": [s.metadata.get("raw_reward", r) for s, r in zip(samples, raw, strict=True)],
         "truncated": [int(s.truncated) for s in samples],
         "sample_indices": [s.index for s in samples],
         "rollout_ids": ids,
@@ -124,6 +122,9 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         "weight_version": _last_versions(samples) if args.keep_old_actor else None,
         "round_number": [s.metadata.get("round_number") for s in samples],
     }
+    if args.loss_type != "sft_loss" or any(s.reward is not None for s in samples):
+        batch["rewards"] = [float(r) for r in rewards]
+        batch["raw_reward"] = [s.metadata.get("raw_reward", r) for s, r in zip(samples, raw, strict=True)]
     for key in ("rollout_log_probs", "teacher_log_probs", "rollout_routed_experts", "multimodal_train_inputs"):
         values = [getattr(s, key) for s in samples]
         if all(value is not None for value in values):

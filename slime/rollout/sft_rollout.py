@@ -28,7 +28,6 @@ def generate_rollout(args, rollout_id: int, data_source, evaluation: bool = Fals
             _fill_from_label(tokenizer, sample)
         else:
             _fill_from_messages(masks, sample)
-        sample.reward = 0.0
         sample.status = Sample.Status.COMPLETED
         _cut(args, sample)
     return RolloutFnTrainOutput(samples=groups)

@@ -137,7 +137,11 @@ def test_top_p_replay_needs_the_kept_tokens():
 
 
 def test_sft_needs_no_reward():
-    assert samples_to_batch(make_args(loss_type="sft_loss"), [make_sample(0, reward=None)])["rewards"] == [0.0]
+    args = make_args(loss_type="sft_loss")
+    batch = samples_to_batch(args, [make_sample(0, reward=None)])
+    assert not {"rewards", "raw_reward"} & batch.keys()
+    assert not {"rollout/rewards", "rollout/raw_reward"} & batch_metrics(batch).keys()
+    assert samples_to_batch(args, [make_sample(0, reward=0.5)])["raw_reward"] == [0.5]
 
 
 def test_wrong_mask_names_the_sample():

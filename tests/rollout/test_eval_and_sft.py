@@ -145,7 +145,7 @@ def test_sft_from_prompt_and_label(tmp_path, tiny_model_dir):
     assert len(output.samples) == 4
     for sample in flatten(output.samples):
         assert tokenizer.decode(sample.tokens) == f"{sample.prompt} {sample.label} <|im_end|>"
-        assert sample.loss_mask == [1, 1] and sample.response_length == 2 and sample.reward == 0.0
+        assert sample.loss_mask == [1, 1] and sample.response_length == 2 and sample.reward is None
 
 
 @pytest.mark.unit
