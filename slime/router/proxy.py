@@ -33,8 +33,12 @@ RETRY_SECS = 0.5
 _request_key = getattr(web, "RequestKey", lambda name, kind: name)
 BODY = _request_key("slime_body", bytes)
 """Where middleware puts the body that the worker gets instead of the client's."""
+HEADERS = _request_key("slime_headers", CIMultiDict)
+"""Where middleware puts headers that stand in for the client's."""
 ON_CHUNK = _request_key("slime_on_chunk", Callable)
 """Where middleware puts a function that sees each chunk of a streamed answer."""
+SINK = _request_key("slime_sink", object)
+"""Where middleware puts what a streamed answer is written to instead of the client, with StreamSink's methods."""
 
 
 class WorkerLost(ConnectionError):
@@ -68,7 +72,7 @@ class Proxy:
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """The answer of a worker, or an error of the router itself: 502, 503, 504."""
         body = request[BODY] if BODY in request else await request.read()
-        key = request.headers.get(ROUTING_KEY)
+        key = request.get(HEADERS, request.headers).get(ROUTING_KEY)
         loop = asyncio.get_running_loop()
         tried: list[Worker] = []
         failure: Exception | None = None
@@ -133,7 +137,8 @@ class Proxy:
             worker.cut.discard(task)
 
     async def _send(self, worker: Worker, request: web.Request, body: bytes, answer: _Answer) -> web.StreamResponse:
-        headers = CIMultiDict((k, v) for k, v in request.headers.items() if k.lower() not in HOP_BY_HOP)
+        given = request.get(HEADERS, request.headers)
+        headers = CIMultiDict((k, v) for k, v in given.items() if k.lower() not in HOP_BY_HOP)
         async with self.session.request(
             request.method, worker.url + request.raw_path, data=body or None, headers=headers, allow_redirects=False
         ) as reply:
@@ -144,24 +149,46 @@ class Proxy:
             return web.Response(body=await reply.read(), status=reply.status, headers=_passed_on(reply))
 
 
+class StreamSink:
+    """Writes a streamed answer to the client."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+
+    async def start(self, status: int, headers: CIMultiDict) -> None:
+        self._response = web.StreamResponse(status=status, headers=headers)
+        await self._response.prepare(self._request)
+
+    async def write(self, chunk: bytes) -> None:
+        await self._response.write(chunk)
+
+    async def finish(self) -> web.StreamResponse:
+        await self._response.write_eof()
+        return self._response
+
+
 class _Answer:
-    """A streamed reply to the client."""
+    """A streamed reply on its way to the client."""
 
     def __init__(self, request: web.Request) -> None:
         self.request = request
         self.started = False
 
     async def stream(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
-        response = web.StreamResponse(status=reply.status, headers=_passed_on(reply))
-        await response.prepare(self.request)
+        sink = self.request.get(SINK) or StreamSink(self.request)
+        await sink.start(reply.status, _passed_on(reply))
         self.started = True
         on_chunk: Callable[[bytes], None] | None = self.request.get(ON_CHUNK)
         async for chunk in reply.content.iter_any():
             if on_chunk is not None:
                 on_chunk(chunk)
-            await response.write(chunk)
-        await response.write_eof()
-        return response
+            await sink.write(chunk)
+        return await sink.finish()
+
+
+def is_event_stream(headers: CIMultiDict) -> bool:
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower() == "text/event-stream"
 
 
 def _passed_on(reply: aiohttp.ClientResponse) -> CIMultiDict:

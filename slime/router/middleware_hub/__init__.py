@@ -7,6 +7,9 @@
 `request` is an `aiohttp.web.Request`, the answer an `aiohttp.web.StreamResponse`. `router.pool` has the workers,
 `router.args` the checkpoint that the engines serve. The first path given is the outermost. `payload_of` and `replace`
 read and change the JSON body that the worker gets.
+
+ASGI middleware is built in the same way and may stand beside it: a class with `__call__(scope, receive, send)`, such
+as a subclass of Starlette's `BaseHTTPMiddleware`, whose `dispatch` then gets Starlette's requests and answers.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.router.middleware_hub.asgi import exchange, inner_app, is_asgi
 from slime.router.proxy import BODY
 from slime.utils.misc import HookError, load_function
 
@@ -28,19 +32,20 @@ def load_middleware(path: str, app: web.Application, router: Any) -> Callable:
     """The middleware class at an import path, as aiohttp calls it.
 
     Raises:
-        HookError: it has no `dispatch`, or cannot be built as `Class(app, router=router)`.
+        HookError: it has neither `dispatch` nor `__call__`, or cannot be built as `Class(app, router=router)`.
     """
     factory = load_function(path, FLAG)
+    asgi = is_asgi(factory)
     try:
-        instance = factory(app, router=router)
+        instance = factory(inner_app if asgi else app, router=router)
     except TypeError as error:
         raise HookError(f"{FLAG} {path}: {error}; it is built as Class(app, router=router)") from error
-    if not callable(getattr(instance, "dispatch", None)):
-        raise HookError(f"{FLAG} {path} has no method dispatch(request, call_next)")
+    if not callable(instance if asgi else getattr(instance, "dispatch", None)):
+        raise HookError(f"{FLAG} {path} has no method dispatch(request, call_next), and no ASGI __call__")
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await instance.dispatch(request, handler)
+        return await (exchange(instance, request, handler) if asgi else instance.dispatch(request, handler))
 
     return middleware
 
