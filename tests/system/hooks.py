@@ -39,3 +39,21 @@ async def split_in_two(args, sample, sampling_params):
     for piece in pieces:
         piece.reward, piece.loss_mask = reward, None
     return pieces
+
+
+async def judged(args, sample, **kwargs):
+    """The mean log-prob that the frozen model `judge` gives the response; it must never have been updated."""
+    from slime.utils.http_utils import post
+    from slime.utils.served_models import model_url
+
+    payload = {
+        "input_ids": sample.tokens,
+        "return_logprob": True,
+        "logprob_start_len": len(sample.tokens) - sample.response_length,
+        "sampling_params": {"max_new_tokens": 0},
+    }
+    meta = (await post(model_url(args, "judge") + "/generate", payload))["meta_info"]
+    if int(meta["weight_version"] if meta["weight_version"].isdigit() else 0) > 0:
+        raise ValueError(f"the judge serves weight version {meta['weight_version']}")
+    scores = [logprob for logprob, _, _ in meta["input_token_logprobs"][-sample.response_length :]]
+    return sum(scores) / len(scores)
