@@ -29,7 +29,7 @@ class StepResult:
     tokens: np.ndarray
     logprobs: list[float]
     top_logprobs: dict[Sequence, list[tuple[float, int]]] = field(default_factory=dict)
-    kept: dict[Sequence, list[int]] = field(default_factory=dict)
+    kept: dict[Sequence, tuple[list[int], float]] = field(default_factory=dict)
     """The tokens that were left to sample from, for the requests that ask."""
 
 
@@ -96,8 +96,8 @@ class ModelRunner:
             result.logprobs = logprobs.tolist()
             for i in np.flatnonzero(self.rows.return_kept[rows]).tolist():
                 kept = kept_tokens(all_logprobs[i], sampling, i)
-                result.logprobs[i] -= all_logprobs[i, kept].logsumexp(0).item()
-                result.kept[seqs[i]] = kept.tolist()
+                among = result.logprobs[i] - all_logprobs[i, kept].logsumexp(0).item()
+                result.kept[seqs[i]] = kept.tolist(), among
         self._input_logprobs(batch.chunks, logits_NV[len(seqs) :])
         return result
 

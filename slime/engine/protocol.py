@@ -220,7 +220,7 @@ def parse_generate(body: Any, tokenizer, vocab_size: int, max_context: int) -> G
     with_logprob = _listed("return_logprob", body.get("return_logprob"), count, False)
     starts = _listed("logprob_start_len", body.get("logprob_start_len"), count, -1)
     top_logprobs = _listed("top_logprobs_num", body.get("top_logprobs_num"), count, 0)
-    with_kept = _listed("return_top_p_token_ids", body.get("return_top_p_token_ids"), count, False)
+    with_kept = _listed("return_sampling_mask", body.get("return_sampling_mask"), count, False)
     stream = body.get("stream", False)
     if not isinstance(stream, bool):
         raise RequestError("stream must be true or false")
@@ -235,7 +235,7 @@ def parse_generate(body: Any, tokenizer, vocab_size: int, max_context: int) -> G
         if not isinstance(with_logprob[i], bool):
             raise RequestError(f"return_logprob must be true or false, got {with_logprob[i]!r}")
         if not isinstance(with_kept[i], bool):
-            raise RequestError(f"return_top_p_token_ids must be true or false, got {with_kept[i]!r}")
+            raise RequestError(f"return_sampling_mask must be true or false, got {with_kept[i]!r}")
         if not _is_int(starts[i]) or starts[i] < -1 or starts[i] >= len(ids):
             raise RequestError(f"logprob_start_len must be -1 or a prompt position, got {starts[i]!r}")
         if not _is_int(top_logprobs[i]) or not 0 <= top_logprobs[i] <= vocab_size:

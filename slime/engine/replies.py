@@ -42,7 +42,8 @@ def meta_info(seq: Sequence, num_output: int, version: str) -> dict[str, Any]:
                 [[logprob, token, None] for logprob, token in top] for top in seq.output_top_logprobs[:num_output]
             ]
     if request.return_kept_tokens:
-        meta["output_top_p_token_ids"] = seq.output_kept[:num_output]
+        meta["output_token_sampling_mask"] = [ids for ids, _ in seq.output_kept[:num_output]]
+        meta["output_token_sampling_logprobs"] = [logprob for _, logprob in seq.output_kept[:num_output]]
     return meta
 
 

@@ -37,8 +37,8 @@ class Sequence:
     num_retractions: int = 0
     output_logprobs: list[float] = field(default_factory=list)
     output_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
-    output_kept: list[list[int]] = field(default_factory=list)
-    """Of each output token, if the request asks: the tokens that it was sampled among."""
+    output_kept: list[tuple[list[int], float]] = field(default_factory=list)
+    """Of each output token, if the request asks: the tokens that it was sampled among, and its log-prob among them."""
     input_logprobs: list[float] = field(default_factory=list)
     """Log-probs of prompt tokens from position `logprob_start` (or 1) on."""
     versions: list[list[Any]] = field(default_factory=list)

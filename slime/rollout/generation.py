@@ -57,8 +57,9 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = min(budget, max(0, params["min_new_tokens"] - sample.response_length))
     payload: dict[str, Any] = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
-    if args.use_rollout_top_p_replay and not evaluation:
-        payload["return_top_p_token_ids"] = True
+    replays_sampling = args.use_rollout_top_p_replay and not evaluation
+    if replays_sampling:
+        payload["return_sampling_mask"] = True
     with blame("--multimodal-keys", "media", sample):
         payload |= request_fields(sample.multimodal_inputs)
     if args.use_rollout_routing_replay:
@@ -83,7 +84,8 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
     return sample.append_response_tokens(
         args,
         tokens=[item[1] for item in scored],
-        log_probs=[item[0] for item in scored],
+        # Trainer and engine renormalise over the same tokens, so that their ratio compares like with like.
+        log_probs=meta_info["output_token_sampling_logprobs"] if replays_sampling else [item[0] for item in scored],
         trainable=True,
         meta_info=meta_info,
         text=output["text"],

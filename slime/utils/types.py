@@ -137,7 +137,7 @@ class Sample:
         if log_probs is not None or self.rollout_log_probs is not None:
             earlier = self.rollout_log_probs if self.rollout_log_probs is not None else [0.0] * before
             self.rollout_log_probs = earlier + (log_probs if log_probs is not None else [0.0] * len(tokens))
-        self._append_kept((meta_info or {}).get("output_top_p_token_ids"), len(tokens))
+        self._append_kept((meta_info or {}).get("output_token_sampling_mask"), len(tokens))
         self.tokens = self.tokens + list(tokens)
         self.response += text
         self.response_length = before + len(tokens)

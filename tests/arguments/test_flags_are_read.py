@@ -22,6 +22,7 @@ CONSUMED_HERE = {
     "num_gpus_per_node": "sizes --debug-rollout-only",
     "sglang_config": "becomes served_models",
     "prefill_num_servers": "becomes served_models",
+    "sglang_enable_deterministic_inference": "passed on to SGLang",
     "log_probs_max_tokens_per_gpu": "must equal max_tokens_per_gpu",
     "num_steps_per_rollout": "becomes global_batch_size",
     "offload": "becomes offload_train and offload_rollout",
@@ -35,6 +36,12 @@ CONSUMED_HERE = {
         (f"eval_{key}" for key in ("temperature", "top_p", "top_k", "max_prompt_len", "max_response_len")),
         "part of eval_datasets",
     ),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), "must be 0"),
+    **dict.fromkeys(
+        ("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "attention_backend"),
+        "what is always done",
+    ),
+    "padded_vocab_size": "must agree with the checkpoint",
     **dict.fromkeys((*megatron.DESCRIBED, *megatron.SWITCHES, "add_bias_linear"), "must agree with the checkpoint"),
     **dict.fromkeys(
         ("eval_min_new_tokens", "eval_max_context_len", "n_samples_per_eval_prompt"), "part of eval_datasets"

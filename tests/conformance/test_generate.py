@@ -97,6 +97,26 @@ def test_top_logprobs(server):
         assert entries[0][0] >= entries[1][0] >= entries[2][0]
 
 
+def test_what_a_token_was_sampled_among(server, hf_model):
+    """The smallest set of mass top_p among the top_k, and the token's log-prob within it."""
+    ids = prompts(1, seed=4)[0]
+    params = {"max_new_tokens": 16, "temperature": 0.8, "top_p": 0.6, "top_k": 20, "ignore_eos": True}
+    body = {"input_ids": ids, "return_logprob": True, "sampling_params": params}
+    reply = server.ok("/generate", {**body, "return_sampling_mask": True})
+    meta, tokens = reply["meta_info"], reply["output_ids"]
+    with torch.inference_mode():
+        logits = hf_model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].double() / 0.8
+    masks, among = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    for row, token, kept, logprob in zip(logits, tokens, masks, among, strict=True):
+        probs, order = row.softmax(-1).sort(descending=True)
+        size = min(20, int((probs.cumsum(0) - probs < 0.6).sum()))
+        assert token in kept and sorted(kept) == sorted(order[:size].tolist())
+        assert logprob == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=TOLERANCE)
+    assert any(len(kept) > 1 for kept in masks)
+    assert error_to(hf_model, ids, reply, 0.8) <= TOLERANCE  # the plain ones stay those of the whole vocabulary
+    assert "output_token_sampling_mask" not in server.ok("/generate", body)["meta_info"]
+
+
 def test_without_a_seed_samples_differ(server):
     ids = prompts(1, seed=5)[0]
     outputs = {tuple(server.generate(ids, max_new_tokens=12, ignore_eos=True)["output_ids"]) for _ in range(4)}

@@ -212,17 +212,21 @@ def test_top_logprobs(server):
 
 def test_kept_tokens_and_log_probs_over_them(server, hf_model):
     params = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.6, "ignore_eos": True}
-    body = {"input_ids": [7, 8, 9], "return_logprob": True, "return_top_p_token_ids": True, "sampling_params": params}
+    body = {"input_ids": [7, 8, 9], "return_logprob": True, "return_sampling_mask": True, "sampling_params": params}
     reply = server.ok("/generate", body)
-    kept, ids = reply["meta_info"]["output_top_p_token_ids"], [7, 8, 9, *reply["output_ids"]]
+    meta, ids = reply["meta_info"], [7, 8, 9, *reply["output_ids"]]
+    kept, among = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
     with torch.inference_mode():
         logits = hf_model(torch.tensor([ids])).logits[0, 2:-1].double() / 0.8
     assert len(kept) == 12
-    for row, token, some, got in zip(logits, reply["output_ids"], kept, output_logprobs(reply), strict=True):
+    for row, token, some, got, whole in zip(
+        logits, reply["output_ids"], kept, among, output_logprobs(reply), strict=True
+    ):
         assert token in some and row.softmax(-1)[some].sum() >= 0.6 - 1e-6
-        assert got.item() == pytest.approx((row[token] - row[some].logsumexp(0)).item(), abs=1e-5)
-    plain = server.ok("/generate", {**body, "return_top_p_token_ids": False})
-    assert "output_top_p_token_ids" not in plain["meta_info"]
+        assert got == pytest.approx((row[token] - row[some].logsumexp(0)).item(), abs=1e-5)
+        assert whole.item() == pytest.approx((row[token] - row.logsumexp(0)).item(), abs=1e-5)
+    plain = server.ok("/generate", {**body, "return_sampling_mask": False})
+    assert "output_token_sampling_mask" not in plain["meta_info"]
 
 
 def test_a_client_that_goes_away_is_aborted(server):

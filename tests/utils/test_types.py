@@ -14,10 +14,12 @@ def meta(version="1", reason="stop", **more):
 def test_tokens_that_sampling_kept_stay_aligned():
     sample = Sample(tokens=[1, 2])
     sample.append_response_tokens(None, tokens=[9], trainable=False)
-    kept = meta(output_top_p_token_ids=[[3, 5], [4]])
+    kept = meta(output_token_sampling_mask=[[3, 5], [4]])
     sample.append_response_tokens(None, tokens=[3, 4], log_probs=[-1.0, -2.0], meta_info=kept)
     sample.append_response_tokens(None, tokens=[8], trainable=False)
-    sample.append_response_tokens(None, tokens=[7], log_probs=[-1.0], meta_info=meta(output_top_p_token_ids=[[7, 6]]))
+    sample.append_response_tokens(
+        None, tokens=[7], log_probs=[-1.0], meta_info=meta(output_token_sampling_mask=[[7, 6]])
+    )
     assert sample.rollout_top_p_token_ids == [3, 5, 4, 7, 6]
     assert sample.rollout_top_p_token_offsets == [0, 0, 2, 3, 3, 5]
     with pytest.raises(ValueError, match="1 tokens but 2 sets"):

@@ -38,14 +38,30 @@ def _check_replay(args: Namespace, problems: Problems) -> None:
     flag = "--use-rollout-top-p-replay"
     if args.rollout_top_p == 1 and args.rollout_top_k == -1:
         problems.add(flag, None, "has no effect without --rollout-top-p below 1 or --rollout-top-k", "add one of them")
+    if args.rollout_engine == "sglang":
+        _check_sglang_replay(args, flag, problems)
     for name, value, wrong in (
-        ("--rollout-engine", args.rollout_engine, args.rollout_engine != "embedded"),
         ("--train-backend", args.train_backend, args.train_backend != "fsdp"),
         ("--true-on-policy-mode", None, args.true_on_policy_mode),
     ):
         if wrong:
             given = name if value is None else f"{name} {value}"
-            problems.add(flag, None, f"is not possible with {given}", "use the embedded engine and the FSDP trainer")
+            problems.add(flag, None, f"is not possible with {given}", "use the FSDP trainer")
+
+
+def _check_sglang_replay(args: Namespace, flag: str, problems: Problems) -> None:
+    """SGLang returns what it sampled among where top-k bounds how much that can be."""
+    most = vars(args).get("sglang_sampling_mask_max_tokens")
+    if args.rollout_top_k == -1:
+        bound = f"of 2 to {most}" if most else "above 1"
+        rule = "needs a bound on the tokens that SGLang returns with each step"
+        problems.add(flag, None, rule, f"add a --rollout-top-k {bound}, or use --rollout-engine embedded")
+    elif most and args.rollout_top_k > most:
+        rule = f"with {flag} must not exceed --sglang-sampling-mask-max-tokens {most}"
+        problems.add("--rollout-top-k", args.rollout_top_k, rule, "lower it, or raise that")
+    if vars(args).get("sglang_speculative_algorithm"):
+        rule = "is not possible with --sglang-speculative-algorithm: a draft token has no set that it was sampled from"
+        problems.add(flag, None, rule, "leave one of the two out")
 
 
 def _unused(args: Namespace, dests: tuple[str, ...], rule: str, fix: str, problems: Problems) -> None:

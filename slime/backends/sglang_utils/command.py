@@ -80,6 +80,8 @@ def launch_env(args: Namespace, gpus: Sequence[str]) -> dict[str, str]:
     """
     # A health check that generates kills a server whose memory is released.
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if args.use_rollout_top_p_replay:
+        env["SGLANG_ENABLE_DISAGG_SAMPLING_MASK"] = "1"
     if args.device == "cpu":
         env[CPU_ENGINE] = "1"
     if gpus:

@@ -92,6 +92,13 @@ class Release:
         return cls(installed_version() or "unknown", routes, flushes_while_held=held)
 
 
+def deterministic_attention_backends() -> tuple[str, ...]:
+    """What --enable-deterministic-inference lets --attention-backend be; empty where the release does not say."""
+    sources = (_source("srt", "arg_groups", "choices.py"), _source("srt", "server_args.py"))
+    listed = (re.search(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = \[(.*?)\]", s, re.M | re.S) for s in sources)
+    return next((tuple(re.findall(r"\"(\w+)\"", found[1])) for found in listed if found), ())
+
+
 def sampling_fields() -> frozenset[str] | None:
     """What `sampling_params` may hold; None from 0.5.18 on, where SGLang refuses other fields with a message.
 

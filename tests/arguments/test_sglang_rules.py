@@ -1,0 +1,42 @@
+"""What SGLang asks of the other flags, whether it is installed here or not."""
+
+import pytest
+
+from slime.backends.sglang_utils import compat
+
+pytestmark = pytest.mark.unit
+SGLANG = ("--rollout-engine", "sglang")
+DETERMINISTIC = "--sglang-enable-deterministic-inference"
+REPLAY = ("--use-rollout-top-p-replay", "--rollout-top-p", "0.9")
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr(compat, "installed_version", lambda: "0.5.23")
+
+
+def test_top_p_replay_needs_a_bound_on_what_is_returned(setup, one_error):
+    assert setup.load(*SGLANG, *REPLAY, "--rollout-top-k", "50").use_rollout_top_p_replay
+    assert "add a --rollout-top-k" in one_error(*SGLANG, *REPLAY)
+
+
+def test_top_p_replay_stays_within_the_server_s_bound(setup, one_error):
+    if "--sglang-sampling-mask-max-tokens" not in _flags():
+        pytest.skip("the flag comes with SGLang 0.5.20 and newer")
+    assert "--rollout-top-k 5000" in one_error(*SGLANG, *REPLAY, "--rollout-top-k", "5000")
+    raised = ("--sglang-sampling-mask-max-tokens", "8192")
+    assert setup.load(*SGLANG, *REPLAY, "--rollout-top-k", "5000", *raised).rollout_top_k == 5000
+    drafts = ("--sglang-speculative-algorithm", "NGRAM")
+    assert "--sglang-speculative-algorithm" in one_error(*SGLANG, *REPLAY, "--rollout-top-k", "50", *drafts)
+
+
+def test_deterministic_inference_of_sglang_needs_a_gpu(setup, one_error):
+    assert setup.load(DETERMINISTIC).sglang_enable_deterministic_inference  # the embedded engine always is
+    refusal = one_error(*SGLANG, DETERMINISTIC)
+    assert "needs a GPU" in refusal and "--rollout-engine embedded" in refusal
+
+
+def _flags() -> set[str]:
+    from slime.arguments.parser import SERVER_FLAGS
+
+    return {flag.name for flag in SERVER_FLAGS}
