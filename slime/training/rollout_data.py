@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,12 +128,8 @@ def _checked_columns(batch: dict[str, list]) -> dict[str, list]:
     return columns
 
 
-class RankData:
-    """One DP rank's part of a rollout, as the trainer sees it.
-
-    Works like a dict of per-sample lists for plug-ins: `data["advantages"]`, `"values" in data`,
-    `data["returns"] = [...]`.
-    """
+class RankData(MutableMapping):
+    """One DP rank's part of a rollout, as the trainer sees it: to plug-ins a dict of per-sample lists."""
 
     def __init__(self, part: dict[str, Any]):
         import torch
@@ -154,23 +150,28 @@ class RankData:
             elif key not in PART_KEYS:
                 self._columns[key] = value
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._columns
-
     def __getitem__(self, key: str) -> list:
         if key not in self._columns:
             raise KeyError(f"rollout data has no {key!r}; it has {', '.join(sorted(self._columns))}")
         return self._columns[key]
 
     def __setitem__(self, key: str, values: list) -> None:
-        self.set_flat(key, values)
+        """One number (or other object) per sample, or one tensor per sample as `set_flat` takes them."""
+        if any(np.ndim(value) == 1 for value in values):
+            self.set_flat(key, values)
+            return
+        if len(values) != self.num_samples:
+            raise ValueError(f"{key!r} has {len(values)} entries for {self.num_samples} samples")
+        self._columns[key] = list(values)
 
-    def keys(self) -> list[str]:
-        return list(self._columns)
+    def __delitem__(self, key: str) -> None:
+        del self._columns[key]
 
-    def get(self, key: str, default: Any = None) -> list | Any:
-        """Per-sample list (of tensors for per-token keys), or `default`."""
-        return self._columns.get(key, default)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
     def set_flat(self, key: str, values: list[torch.Tensor]) -> None:
         """Store one [response_length] tensor per sample: log_probs, ref_log_probs, values, advantages, returns.

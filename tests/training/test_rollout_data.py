@@ -160,6 +160,18 @@ def test_wrong_column_is_refused():
         data["nope"]
 
 
+def test_a_hook_sees_a_dict():
+    (data,) = rank_data(random_batch(3))
+    assert set(data) == set(data.keys()) == {key for key, _ in data.items()} and len(data) == len(list(data.values()))
+    assert "tokens" in data and "values" not in data and data.get("values") is None
+    data["rewards"] = [1.0] * data.num_samples
+    data.update(returns=[torch.ones(n) for n in data["response_lengths"]])
+    assert data.micro_batch(0, 0).returns.unique().tolist() == [1.0]
+    assert data.pop("rewards") == [1.0] * data.num_samples and "rewards" not in data
+    with pytest.raises(ValueError, match="'rewards' has 1 entries"):
+        data["rewards"] = [1.0]
+
+
 def test_manager_side_needs_no_torch():
     code = (
         "import sys, slime.training.schedule, slime.training.rollout_data, slime.training.rewards; "
