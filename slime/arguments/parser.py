@@ -163,9 +163,8 @@ def unknown_flag(name: str) -> Problem:
     if dest.startswith("sglang_") and dest.removeprefix("sglang_") in engine.OWNED_BY_SLIME:
         instead = engine.OWNED_BY_SLIME[dest.removeprefix("sglang_")]
         return Problem(name, "slime sets this itself", f"use {instead}" if instead else "leave it out")
-    field = dest.removeprefix("no_")
-    if field in megatron.OWNED:
-        return Problem(name, "slime sets this itself", megatron.OWNED[field])
+    if megatron.owned(name):
+        return Problem(name, "slime sets this itself", megatron.owned(name))
     unread = name.startswith(engine.PREFIX) and not SERVER_FLAGS
     close = did_you_mean(name, cutoff=0.9 if unread or name.startswith(megatron.PREFIX) else 0.6)
     if not close and unread:

@@ -64,7 +64,7 @@ def test_pending_choice_is_refused(flag, choice, one_error):
 
 @pytest.mark.parametrize("name", ["--moe-z-loss-coeff"])
 def test_flags_of_engines_and_backends_to_come_are_named(name, setup, one_error):
-    assert f"{name}: not available yet" in one_error(name, "3")
+    assert f"{name} 3: not available yet" in one_error(name, "3")
     assert "not available yet" in one_error(*setup.yaml(f"{name[2:].replace('-', '_')}: 3"))
 
 

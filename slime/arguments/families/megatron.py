@@ -1,9 +1,13 @@
 """Flags under Megatron's own names. Those of `flag` work; those of `megatron` and `switch` still wait."""
 
+import functools
 from typing import Any
 
 from slime.arguments import pending
 from slime.arguments.flag import STORE_FALSE, STORE_TRUE, Family, Flag, function_path, integer, number, text
+from slime.backends.megatron_utils.fields import OWNED, owned
+
+__all__ = ("FAMILY", "INSTALL_MEGATRON", "PREFIX", "installed_families", "owned")
 
 
 def megatron(name: str, type=text, default: Any = None, help: str = "", **fields) -> Flag:
@@ -23,7 +27,7 @@ def switch(name: str, help: str) -> Flag:
 
 
 PREFIX = "--moe-"
-VIRTUAL_STAGES = "stock megatron-core 0.16.1 computes wrong gradients with two stages of two chunks; give more stages"
+INSTALL_MEGATRON = 'pip install "slime[megatron]"'
 
 FAMILY = Family(
     "Megatron",
@@ -32,32 +36,37 @@ FAMILY = Family(
         flag("--tensor-model-parallel-size", integer, 1, "Tensor-parallel ranks."),
         flag_switch("--sequence-parallel", "Shard activations along the sequence inside tensor-parallel groups."),
         flag("--pipeline-model-parallel-size", integer, 1, "Pipeline stages."),
-        flag(
-            "--virtual-pipeline-model-parallel-size",
-            integer,
-            help="Model chunks per pipeline stage.",
-            pending=VIRTUAL_STAGES,
-        ),
-        flag(
-            "--num-layers-per-virtual-pipeline-stage",
-            integer,
-            help="Layers per model chunk.",
-            pending=VIRTUAL_STAGES,
-        ),
+        flag("--virtual-pipeline-model-parallel-size", integer, help="Model chunks per pipeline stage."),
+        flag("--num-layers-per-virtual-pipeline-stage", integer, help="Layers per model chunk."),
         flag("--expert-model-parallel-size", integer, 1, "Expert-parallel ranks."),
         flag("--expert-tensor-parallel-size", integer, help="Tensor-parallel ranks inside one expert."),
         flag("--recompute-granularity", help="What to recompute.", choices=("full", "selective")),
         flag("--recompute-method", help="How layers are chosen.", choices=("uniform", "block")),
         flag("--recompute-num-layers", integer, help="Layers per recomputed block."),
-        switch("--optimizer-cpu-offload", "Keep the optimizer's state in host memory."),
-        switch("--overlap-cpu-optimizer-d2h-h2d", "Overlap the copies of the offloaded optimizer."),
-        switch("--use-precision-aware-optimizer", "Optimizer state in lower precision."),
-        megatron("--attention-dropout", number, 0.0, "Dropout of attention weights."),
-        megatron("--hidden-dropout", number, 0.0, "Dropout of hidden states."),
-        switch("--accumulate-allreduce-grads-in-fp32", "Gradients accumulate and reduce in fp32."),
-        switch("--attention-softmax-in-fp32", "Attention softmax in fp32."),
-        megatron(
-            "--attention-backend", help="Attention kernels.", choices=("auto", "flash", "fused", "unfused", "local")
+        flag_switch(
+            "--optimizer-cpu-offload", "Keep the moments in host memory and step there (--optimizer cpu_adam)."
+        ),
+        flag(
+            "--overlap-cpu-optimizer-d2h-h2d",
+            help="Overlap the copies of the offloaded optimizer.",
+            action=STORE_TRUE,
+            pending="the copies come before and after the step",
+        ),
+        flag(
+            "--use-precision-aware-optimizer",
+            help="Optimizer state in lower precision.",
+            action=STORE_TRUE,
+            pending="Megatron needs the optimizer of Transformer Engine for it; --optimizer-cpu-offload saves more",
+        ),
+        flag("--attention-dropout", number, 0.0, "Dropout of attention weights: 0."),
+        flag("--hidden-dropout", number, 0.0, "Dropout of hidden states: 0."),
+        flag_switch("--accumulate-allreduce-grads-in-fp32", "Gradients accumulate and reduce in fp32: always."),
+        flag_switch("--attention-softmax-in-fp32", "Attention softmax in fp32: always."),
+        flag(
+            "--attention-backend",
+            help="Attention kernels: flash kernels over packed rows.",
+            choices=("auto", "flash", "fused", "unfused", "local"),
+            pending_choices=dict.fromkeys(("fused", "unfused", "local"), pending.OTHER_ATTENTION),
         ),
         flag_switch("--swiglu", "SwiGLU feed-forward layers."),
         flag("--num-layers", integer, help="Transformer layers."),
@@ -79,7 +88,7 @@ FAMILY = Family(
         flag("--rotary-base", number, help="Base of the rotary embedding."),
         flag("--rotary-percent", number, None, "Share of each head that is rotated."),
         flag("--vocab-size", integer, help="Vocabulary without padding."),
-        megatron("--padded-vocab-size", integer, help="Vocabulary with padding."),
+        flag("--padded-vocab-size", integer, help="Vocabulary with padding."),
         flag("--make-vocab-size-divisible-by", integer, 128, "Vocabulary is padded to a multiple of this."),
         flag("--kv-channels", integer, help="Width of one head."),
         flag_switch("--qk-layernorm", "Normalise queries and keys."),
@@ -100,7 +109,11 @@ FAMILY = Family(
         flag("--moe-router-score-function", help="Router scores.", choices=("softmax", "sigmoid")),
         flag_switch("--moe-router-enable-expert-bias", "A bias per expert that only selects."),
         flag_switch("--moe-router-pre-softmax", "Softmax before the choice of experts."),
-        megatron("--model-name", help="Name that picks the weight converter."),
+        flag(
+            "--model-name",
+            help="Name that picks the weight converter.",
+            pending="the name map follows from model_type in config.json",
+        ),
         flag(
             "--megatron-to-hf-mode",
             default="raw",
@@ -118,13 +131,28 @@ FAMILY = Family(
         flag("--data-pad-size-multiplier", integer, 128, "Packed rows are padded to a multiple of this x TP."),
         switch("--allgather-cp", "Contiguous all-gather context parallelism."),
         switch("--recompute-loss-function", "Activation checkpointing of the loss."),
-        megatron("--custom-model-provider-path", function_path, help="Builds the model."),
-        megatron("--custom-megatron-init-path", function_path, help="Called after Megatron is initialised."),
-        megatron("--custom-megatron-before-log-prob-hook-path", function_path, help="Called before log-probs."),
-        megatron("--custom-megatron-before-train-step-hook-path", function_path, help="Called before each step."),
+        flag("--custom-model-provider-path", function_path, help="Builds the model."),
+        flag("--custom-megatron-init-path", function_path, help="Called after Megatron is initialised."),
+        flag("--custom-megatron-before-log-prob-hook-path", function_path, help="Called before log-probs."),
+        flag("--custom-megatron-before-train-step-hook-path", function_path, help="Called before each step."),
         megatron("--mtp-num-layers", integer, help="Layers of multi-token prediction."),
         megatron("--mtp-loss-scaling-factor", number, 0.2, "Weight of the MTP loss."),
         switch("--enable-mtp-training", "Train the MTP layers."),
         switch("--disable-weights-backuper", "Keep trainers awake until weights are synced."),
     ),
 )
+
+
+@functools.cache
+def installed_families() -> tuple[Family, ...]:
+    """All other flags of the installed Megatron; empty when it is not installed."""
+    from slime.arguments.families import FLAGS
+    from slime.backends.megatron_utils.arguments import config_family, training_family
+
+    own = {name for row in FLAGS for name in (*row.names, row.dest)}
+    fields = config_family(without=own | set(OWNED))
+    if fields is None:
+        return ()
+    own |= {name for row in fields.flags for name in (*row.names, row.dest)}
+    training = training_family(without=own)
+    return (fields, training) if training else (fields,)

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 from slime.arguments.families.megatron import FAMILY
+from slime.arguments.parser import MEGATRON_FLAGS
 from slime.arguments.problems import Problems
-from slime.backends.megatron_utils.architecture import Architecture, UnsupportedModelError, read_architecture
+from slime.backends.megatron_utils.architecture import (
+    Architecture,
+    UnsupportedModelError,
+    padded_vocab_size,
+    read_architecture,
+)
+from slime.backends.megatron_utils.arguments import config_fields
+from slime.backends.megatron_utils.fields import ARCHITECTURE
+
+logger = logging.getLogger(__name__)
 
 # What the other trainer has and this one has not, with the values that ask for it.
 _MISSING: dict[str, Callable[[Any], bool]] = {
     "fsdp_cpu_offload": bool,
     "fsdp_offload_activations": bool,
     "fsdp_reduce_grads_once": bool,
+    "fsdp_compile": bool,
     "lora_rank": bool,
-    "keep_old_actor": bool,
-    "reset_optimizer_states": bool,
-    "ref_update_interval": lambda value: value is not None,
-    "only_train_params_name_list": lambda value: value is not None,
-    "freeze_params_name_list": lambda value: value is not None,
-    "opd_type": lambda value: value == "trainer",
-    "loss_type": lambda value: value == "custom_loss",
-    "use_critic": bool,
-    "megatron_config_path": bool,
     "moe_aux_loss_coeff": bool,
-    "optimizer": lambda value: value == "cpu_adam",
     "true_on_policy_mode": bool,
 }
 
@@ -83,7 +85,7 @@ SWITCHES: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
 def complete(args: Namespace, problems: Problems) -> None:
     """Rules of --train-backend megatron; with another trainer its flags are refused."""
     if args.train_backend != "megatron":
-        for flag in FAMILY.flags:
+        for flag in (*FAMILY.flags, *MEGATRON_FLAGS):
             value = getattr(args, flag.dest)
             if flag.pending is None and value != flag.default:
                 shown = None if flag.is_bool else value
@@ -92,12 +94,17 @@ def complete(args: Namespace, problems: Problems) -> None:
     for dest, asked in _MISSING.items():
         value = getattr(args, dest)
         if asked(value):
-            flag = "--advantage-estimator ppo" if dest == "use_critic" else "--" + dest.replace("_", "-")
             shown = None if isinstance(value, bool) else value
-            problems.add(flag, shown, "is not available yet with --train-backend megatron", "use --train-backend fsdp")
+            problems.add(
+                "--" + dest.replace("_", "-"),
+                shown,
+                "is not available yet with --train-backend megatron",
+                "use --train-backend fsdp",
+            )
     if args.gradient_checkpointing and args.recompute_granularity is None:
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
     _check_recompute(args, problems)
+    _check_given(args, problems)
     if args.hf_checkpoint is None or problems.concern("--hf-checkpoint"):
         return
     try:
@@ -122,6 +129,18 @@ def _check_recompute(args: Namespace, problems: Problems) -> None:
         problems.add("--recompute-method", args.recompute_method, "needs --recompute-granularity full")
 
 
+def _check_given(args: Namespace, problems: Problems) -> None:
+    """What is given of Megatron's own flags and has one meaning here."""
+    for flag, value in (("--attention-dropout", args.attention_dropout), ("--hidden-dropout", args.hidden_dropout)):
+        if value != 0:
+            rule = "must be 0: log-probs would differ between the pass before training, training and the engine"
+            problems.add(flag, value, rule, "leave it out")
+    unread = [flag for flag in MEGATRON_FLAGS if flag.dest not in config_fields()]
+    given = [flag.name for flag in unread if getattr(args, flag.dest) != flag.default]
+    if given:
+        logger.warning("%s: only for plug-in functions, as attributes of args; slime does not read them", given)
+
+
 def _check_described(args: Namespace, architecture: Architecture, problems: Problems) -> None:
     """Every difference between what the flags say of the model and what its checkpoint says."""
     fix = "leave it out: it follows from --hf-checkpoint"
@@ -133,6 +152,26 @@ def _check_described(args: Namespace, architecture: Architecture, problems: Prob
     for dest, (flag, said) in SWITCHES.items():
         if getattr(args, dest) and not said(architecture):
             problems.add(flag, None, f"contradicts --hf-checkpoint {args.hf_checkpoint}, which has it not", fix)
+    for flag in MEGATRON_FLAGS:
+        value = getattr(args, flag.dest) if flag.dest in ARCHITECTURE else None
+        if value is None:
+            continue
+        truth = architecture.get(flag.dest)
+        if flag.dest == "moe_layer_freq":
+            if isinstance(value, int):
+                value = [int(layer % value == 0) for layer in range(architecture["num_layers"])]
+            truth = [int(experts) for experts in architecture.moe_layers]
+        if value != truth and (value or truth):
+            rule = f"contradicts --hf-checkpoint {args.hf_checkpoint}, which has {'none' if truth is None else truth}"
+            problems.add(flag.name, value, rule, fix)
+    tensor = args.tensor_model_parallel_size
+    padded = padded_vocab_size(architecture.vocab_size, args.make_vocab_size_divisible_by, tensor)
+    if args.padded_vocab_size not in (None, padded):
+        rule = (
+            f"must be {padded}: {architecture.vocab_size} tokens, rounded up to a multiple of --make-vocab-size-"
+            f"divisible-by {args.make_vocab_size_divisible_by} x --tensor-model-parallel-size {tensor}"
+        )
+        problems.add("--padded-vocab-size", args.padded_vocab_size, rule, "leave it out")
 
 
 def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems) -> None:
@@ -160,7 +199,7 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
             "cut the model by --expert-model-parallel-size, --pipeline-model-parallel-size and "
             "--context-parallel-size",
         )
-    if architecture["num_layers"] % pipeline:
+    if architecture["num_layers"] % pipeline and not _uneven_stages(args):
         problems.add(
             "--pipeline-model-parallel-size", pipeline, f"must divide the model's {architecture['num_layers']} layers"
         )
@@ -169,6 +208,17 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
         problems.add("--expert-model-parallel-size", expert, "needs a model with experts", "leave it out")
     elif experts is not None:
         _check_experts(args, experts, world // pipeline, problems)
+
+
+def _uneven_stages(args: Namespace) -> bool:
+    """Whether flags give the first or last stage another number of layers; Megatron checks that they add up."""
+    fields = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    )
+    return any(vars(args).get(field) is not None for field in fields)
 
 
 def _check_experts(args: Namespace, experts: int, per_stage: int, problems: Problems) -> None:

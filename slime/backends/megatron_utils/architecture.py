@@ -73,6 +73,12 @@ def read_architecture(path: str) -> Architecture:
     return architecture_of(json.loads(file.read_text()))
 
 
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
+    """Megatron's rule: the next multiple of `divisible_by` x ranks."""
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
 def is_hf_directory(path: str | None) -> bool:
     return path is not None and (Path(path) / "config.json").is_file()
 

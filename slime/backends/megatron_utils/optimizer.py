@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -12,14 +13,19 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
 from slime.backends.fsdp_utils.optimizer import LRSchedule
+from slime.backends.megatron_utils.host_adam import HostAdamW, on_host
 
 
-def wrap_chunks(chunks: Sequence[nn.Module], config) -> list[DistributedDataParallel]:
-    """Model chunks with gradient buffers: gradients are summed over data- and context-parallel ranks, in fp32."""
+def wrap_chunks(chunks: Sequence[nn.Module], config, **options: Any) -> list[DistributedDataParallel]:
+    """Model chunks with gradient buffers: gradients are summed over data- and context-parallel ranks, in fp32.
+
+    Args:
+        options: further fields of DistributedDataParallelConfig.
+    """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.params_dtype != torch.float64,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
+        **options,
     )
 
     def finalize(model, num_tokens=None, **groups):
@@ -27,10 +33,14 @@ def wrap_chunks(chunks: Sequence[nn.Module], config) -> list[DistributedDataPara
         finalize_model_grads(model, None, **groups)
 
     config.finalize_model_grads_func = finalize
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if ddp_config.overlap_grad_reduce:  # gradients of all micro-batches but the last stay local
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync[0] if len(wrapped) == 1 else no_sync
+    return wrapped
 
 
 class Optimizer:
@@ -38,6 +48,11 @@ class Optimizer:
 
     Weight decay applies to matrices only. A step whose gradient norm is not finite is skipped: parameters, moments and
     schedule stay as they are.
+
+    Args:
+        chunks: wrapped for data parallelism.
+        host: keep the moments in host memory and compute the step there.
+        options: further fields of OptimizerConfig.
     """
 
     def __init__(
@@ -49,6 +64,8 @@ class Optimizer:
         eps: float,
         weight_decay: float,
         clip_grad: float,
+        host: bool = False,
+        **options: Any,
     ):
         model_config = chunks[0].config
         self.chunks = list(chunks)
@@ -66,10 +83,15 @@ class Optimizer:
             bf16=model_config.bf16,
             params_dtype=model_config.params_dtype,
             use_distributed_optimizer=True,
+            **options,
         )
+        self.host = host
         self.megatron = get_megatron_optimizer(self.config, self.chunks, use_gloo_process_groups=False)
         for group in self.megatron.param_groups:
             group["weight_decay"] = weight_decay * group["wd_mult"]
+        if host:
+            for part in self._parts():
+                part.optimizer = HostAdamW(part.optimizer)
 
     @property
     def lr(self) -> float:
@@ -97,6 +119,11 @@ class Optimizer:
             self.steps_done += 1
         return {"grad_norm": norm, "lr-pg_0": lr, "lr-pg_1": lr, "skipped_steps": float(skipped)}
 
+    def reset_state(self) -> None:
+        """Forget the moments and AdamW's bias correction, not the schedule."""
+        for torch_optimizer in self.torch_optimizers():
+            torch_optimizer.state.clear()
+
     def create_moments(self) -> None:
         """AdamW's state as its first step would make it, so that a checkpoint can be read into it."""
         for torch_optimizer in self.torch_optimizers():
@@ -104,8 +131,8 @@ class Optimizer:
                 for parameter in group["params"]:
                     torch_optimizer.state[parameter] = {
                         "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
+                        "exp_avg": self._moment(parameter),
+                        "exp_avg_sq": self._moment(parameter),
                     }
 
     def set_steps_done(self, steps: int) -> None:
@@ -127,5 +154,11 @@ class Optimizer:
 
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
         """The AdamW instances inside: one for dense parameters, one for experts."""
+        return [part.optimizer for part in self._parts()]
+
+    def _parts(self) -> list:
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
-        return [part.optimizer for part in parts if part.optimizer is not None]
+        return [part for part in parts if part.optimizer is not None]
+
+    def _moment(self, parameter: torch.Tensor) -> torch.Tensor:
+        return on_host(parameter).zero_() if self.host else torch.zeros_like(parameter)

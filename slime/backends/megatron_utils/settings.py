@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from slime.backends.megatron_utils.arguments import given_fields
+from slime.backends.megatron_utils.fields import ARCHITECTURE
 from slime.backends.megatron_utils.parallel import ParallelSizes
 
 
@@ -15,6 +17,7 @@ def parallel_sizes(args: Namespace) -> ParallelSizes:
         context=args.context_parallel_size,
         expert=args.expert_model_parallel_size,
         expert_tensor=args.expert_tensor_parallel_size,
+        virtual_pipeline=args.virtual_pipeline_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
     )
 
@@ -30,4 +33,16 @@ def config_overrides(args: Namespace) -> dict[str, Any]:
         fields["recompute_granularity"] = args.recompute_granularity
     if args.recompute_method is not None:
         fields |= {"recompute_method": args.recompute_method, "recompute_num_layers": args.recompute_num_layers}
-    return fields
+    given = given_fields(args, "ModelParallelConfig", "TransformerConfig")
+    return fields | {name: value for name, value in given.items() if name not in ARCHITECTURE}
+
+
+def ddp_options(args: Namespace) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig that flags set."""
+    return given_fields(args, "DistributedDataParallelConfig")
+
+
+def optimizer_options(args: Namespace) -> dict[str, Any]:
+    """What flags say of the optimizer beside AdamW's own numbers: where it steps, and fields of OptimizerConfig."""
+    host = args.optimizer_cpu_offload or args.optimizer == "cpu_adam"
+    return {"host": host, **given_fields(args, "OptimizerConfig")}
