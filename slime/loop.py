@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+from slime.arguments.validation import memory
 from slime.observability.staleness import staleness_metrics
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Loop:
         from slime.ray.rollout import create_rollout_manager
 
         self.session = session
+        self._print_memory_plan(args)
         self.phase = session.metrics.phase
         self.weight_version: int | None = None
         slices = create_placement_groups(args)
@@ -50,6 +52,11 @@ class Loop:
                 session.track_memory(self.trainers.pids())
             session.track_memory(wait(self.manager.pids.remote()))
             wait(self.manager.load.remote(self.start - 1))
+
+    def _print_memory_plan(self, args: Namespace) -> None:
+        plan = memory.plan_of(args, memory.gpu_memory()) if args.device == "cuda" else None
+        if plan is not None:
+            self.session.console.line(plan.text())
 
     @property
     def actor(self) -> RayTrainGroup:

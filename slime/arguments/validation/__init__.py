@@ -22,6 +22,7 @@ from slime.arguments.validation import (
     functions,
     loops,
     megatron,
+    memory,
     model,
     ranges,
     router,
@@ -68,4 +69,5 @@ def validate_args(args: Namespace, asynchronous: bool = False) -> None:
         step(args, problems)
     loops.check(args, problems, asynchronous)
     true_on_policy.check(args, problems, asynchronous)
+    memory.check(args, problems)
     problems.raise_if_any()

@@ -8,13 +8,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import json
 import pickle
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.asgi import Refused
+from slime.utils.memory_plan import checkpoint_headers
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -42,12 +41,7 @@ class _Outline(pickle.Unpickler):
 
 def checkpoint_shapes(model_path: str) -> Shapes:
     """Shape of each tensor in the safetensors files of a directory, by their headers."""
-    shapes: Shapes = {}
-    for path in sorted(Path(model_path).glob("*.safetensors")):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+    return {name: tuple(entry["shape"]) for name, entry in checkpoint_headers(model_path).items()}
 
 
 def check_shapes(named: Iterable[tuple[Any, Any]], known: Shapes) -> None:
