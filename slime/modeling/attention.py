@@ -143,7 +143,7 @@ def flash_varlen(
     return out[..., :value_dim]
 
 
-def _attention_forward(
+def attention_forward(
     module,
     query,
     key,
@@ -178,6 +178,6 @@ def register_attention() -> str:
     """Register the function with transformers and return its name for `attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)  # causality is ours
     return ATTENTION_NAME

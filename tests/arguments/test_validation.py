@@ -60,8 +60,10 @@ class TestDevices:
         assert "older weights" in one_error("--true-on-policy-mode", "--partial-rollout")
         assert "no log-probs" in one_error("--true-on-policy-mode", "--loss-type", "sft_loss")
         assert "rounds differently" in one_error("--true-on-policy-mode", "--sglang-dtype", "bfloat16")
+        assert "kernels of its own" in one_error("--true-on-policy-mode", "--fsdp-compile", "inductor")
         model = setup.write_model("experts", num_experts=4)
         assert "dense models only" in one_error("--true-on-policy-mode", "--hf-checkpoint", model)
+        assert "dense models only" in one_error("--fsdp-compile", "aot_eager", "--hf-checkpoint", model)
 
     def test_profiling(self, setup, one_error):
         assert setup.load("--use-pytorch-profiler", "--profile-step-start", "0").profile_target == ["train_overall"]

@@ -79,7 +79,13 @@ class ExactTrainer(FSDPTrainRayActor):
         from slime.backends.fsdp_utils.model import ModelOptions, build_policy
 
         self.dtype = torch.float64
-        options = ModelOptions(path, torch.float64, torch.float64, self.args.gradient_checkpointing)
+        options = ModelOptions(
+            path,
+            torch.float64,
+            torch.float64,
+            self.args.gradient_checkpointing,
+            compile_backend=self.args.fsdp_compile,
+        )
         return build_policy(options, self.mesh, self.device, self.cp)
 
 

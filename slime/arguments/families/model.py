@@ -64,6 +64,13 @@ FAMILY = Family(
             "every trainer holds all gradients in fp32.",
         ),
         Flag(
+            "--fsdp-compile",
+            text,
+            help="Run the decoder layers of the fsdp trainer through torch.compile with this backend: inductor writes "
+            "kernels, aot_eager only traces and needs no compiler. Default: not compiled.",
+            choices=("inductor", "aot_eager"),
+        ),
+        Flag(
             "--fsdp-state-dict-cpu-offload",
             action=STORE_TRUE,
             help="Move state dicts to host memory while saving.",

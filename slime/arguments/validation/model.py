@@ -34,6 +34,9 @@ def complete(args: Namespace, problems: Problems) -> None:
     if args.attn_implementation == "slime_cudnn" and args.deterministic_mode:
         rule = "adds gradients in any order, against --deterministic-mode"
         problems.add("--attn-implementation", "slime_cudnn", rule, "use slime_varlen")
+    if args.fsdp_compile is not None and experts is not None:
+        rule = f"covers dense models only, and this one has experts (config.json: {experts})"
+        problems.add("--fsdp-compile", args.fsdp_compile, rule, "leave it out")
     for flag in ("--use-routing-replay", "--use-rollout-routing-replay"):
         if experts is None and _value(args, flag):
             problems.add(flag, None, "needs a model with experts, and config.json names none", "leave it out")

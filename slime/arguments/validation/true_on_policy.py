@@ -25,6 +25,7 @@ def check(args: Namespace, problems: Problems, asynchronous: bool) -> None:
             args.attn_implementation != "slime_varlen",
             "depends on the length of the whole sequence",
         ),
+        ("--fsdp-compile", args.fsdp_compile, args.fsdp_compile is not None, "writes kernels of its own"),
         ("--sglang-dtype", args.sglang_dtype, args.sglang_dtype not in (None, args.dtype), "rounds differently"),
     )
     for flag, value, broken, reason in rules:

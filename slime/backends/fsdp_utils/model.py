@@ -165,6 +165,8 @@ class ModelOptions:
     """Keep what the backward pass needs of each layer in host memory."""
     lora: LoraOptions | None = None
     """Train adapters instead of the weights."""
+    compile_backend: str | None = None
+    """Run the decoder layers through `torch.compile` with this backend."""
 
 
 class InvariantPolicyModel(PolicyModel):
@@ -238,24 +240,13 @@ def build_policy(
     """
     if mesh.size() == 1 and options.compute_dtype == options.param_dtype and not options.cpu_offload:
         model = load_causal_lm(options.path, options.param_dtype, device, options.trust_remote_code)
-        if options.lora is not None:
-            add_adapters(model, options.lora, options.compute_dtype)
-        policy = wrap(model, options.gradient_checkpointing, cp)
-        policy.cudnn_attention = options.cudnn_attention
-        if options.offload_activations:
-            offload_activations(model, device)
-        return policy
+        return _wrapped(model, options, device, cp, wrap)
 
     if mesh.get_rank() == 0:
         model = load_causal_lm(options.path, options.param_dtype, "cpu", options.trust_remote_code)
     else:
         model = empty_causal_lm(options.path, options.param_dtype, options.trust_remote_code)
-    if options.lora is not None:
-        add_adapters(model, options.lora, options.compute_dtype)
-    policy = wrap(model, options.gradient_checkpointing, cp)
-    policy.cudnn_attention = options.cudnn_attention
-    if options.offload_activations:
-        offload_activations(model, device)
+    policy = _wrapped(model, options, device, cp, wrap)
     shard = partial(
         fully_shard,
         mesh=mesh,
@@ -279,9 +270,26 @@ def build_policy(
     return policy
 
 
+def _wrapped(
+    model: nn.Module, options: ModelOptions, device: torch.device, cp: ContextParallel, wrap: Callable[..., Wrapper]
+) -> Wrapper:
+    """The policy over `model`, whose weights need not be there yet."""
+    if options.lora is not None:
+        add_adapters(model, options.lora, options.compute_dtype)
+    if options.compile_backend is not None:
+        from slime.backends.fsdp_utils.compiled import compile_layers
+
+        compile_layers(decoder_layers(model), options.compile_backend)
+    policy = wrap(model, options.gradient_checkpointing, cp)
+    policy.cudnn_attention = options.cudnn_attention
+    if options.offload_activations:
+        offload_activations(model, device)
+    return policy
+
+
 def _fuse(modules: list[nn.Module], options: ModelOptions, device: torch.device) -> None:
-    """Fused kernels in modules whose parameters are there and not sharded yet."""
-    if device.type != "cuda" or options.compute_dtype == torch.float32:
+    """Fused kernels in modules whose parameters are there and not sharded yet; a compiler makes its own."""
+    if device.type != "cuda" or options.compute_dtype == torch.float32 or options.compile_backend is not None:
         return
     from slime.backends.fsdp_utils.fused import fuse_for_training
 

@@ -111,6 +111,7 @@ class FSDPTrainer(TrainRayActor):
             lora=self.lora,
             batch_invariant=args.true_on_policy_mode,
             cudnn_attention=args.attn_implementation == "slime_cudnn",
+            compile_backend=args.fsdp_compile,
         )
 
     def _build_optimizer(self) -> Optimizer:
