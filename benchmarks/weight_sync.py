@@ -59,6 +59,7 @@ SHAPES = {
 
 def write_model(path: Path, shape: dict, with_weights: bool) -> None:
     """Config and tokenizer; weights for an engine that cannot make them up."""
+    from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from slime.quickstart.tokenizer import train_tokenizer
@@ -70,6 +71,8 @@ def write_model(path: Path, shape: dict, with_weights: bool) -> None:
     config.save_pretrained(path)
     if with_weights:
         Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(path)
+    else:
+        save_file({}, path / "model.safetensors")  # nothing reads it
 
 
 def slime_args(options: Namespace, model: str, run_dir: str) -> Namespace:
@@ -84,7 +87,9 @@ def slime_args(options: Namespace, model: str, run_dir: str) -> Namespace:
     flags += ["--num-rollout", "1", "--rollout-batch-size", "8", "--load-debug-rollout-data", "none_{rollout_id}.pt"]
     if options.engine == "sglang":
         flags += ["--sglang-load-format", "dummy"]
-    return parse_args([*flags, *options.flags])
+    args = parse_args([*flags, *options.flags])
+    args.colocate = options.colocate  # a run on given data has no engines to share GPUs with
+    return args
 
 
 def start_engines(options: Namespace, args: Namespace, directory: Path) -> list:
