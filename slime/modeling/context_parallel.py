@@ -8,6 +8,7 @@ both passes are exactly those of one rank. Key and value heads fewer than ranks 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class ShardedSequences:
         lengths: list[int],
         group: dist.ProcessGroup,
         device: torch.device | str = "cpu",
-        packed: type[PackedSequences] = PackedSequences,
+        packed: Callable[..., PackedSequences] = PackedSequences,
     ):
         self.group = group
         self.size = dist.get_world_size(group)

@@ -36,9 +36,10 @@ FAMILY = Family(
         Flag(
             "--attn-implementation",
             text,
-            "slime_varlen",
-            "Attention of the fsdp trainer: packed flash kernels, or cuDNN for sequences of 4096 tokens and more.",
-            choices=("slime_varlen", "slime_cudnn", *_OTHER_ATTENTION),
+            "auto",
+            "Attention of the fsdp trainer: slime_varlen is packed flash kernels; slime_cudnn hands sequences of 4096 "
+            "tokens and more to cuDNN; auto does so on Hopper and newer GPUs, unless --deterministic-mode.",
+            choices=("auto", "slime_varlen", "slime_cudnn", *_OTHER_ATTENTION),
             pending_choices=dict.fromkeys(_OTHER_ATTENTION, pending.OTHER_ATTENTION),
         ),
         Flag(

@@ -22,7 +22,7 @@ def check(args: Namespace, problems: Problems, asynchronous: bool) -> None:
         (
             "--attn-implementation",
             args.attn_implementation,
-            args.attn_implementation != "slime_varlen",
+            args.attn_implementation == "slime_cudnn",
             "depends on the length of the whole sequence",
         ),
         ("--fsdp-compile", args.fsdp_compile, args.fsdp_compile is not None, "writes kernels of its own"),

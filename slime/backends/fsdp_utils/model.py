@@ -116,9 +116,9 @@ class PolicyModel(nn.Module):
         return ShardedSequences(row.lengths, self.cp.group, row.tokens.device, self._packed)
 
     @property
-    def _packed(self) -> type[PackedSequences]:
+    def _packed(self) -> Callable[..., PackedSequences]:
         if self.cudnn_attention:
-            return LongSequences
+            return partial(LongSequences, keep=self.recomputes)
         return KeptAttention if self.recomputes else PackedSequences
 
     @staticmethod
@@ -192,7 +192,7 @@ class InvariantPolicyModel(PolicyModel):
         return *self._gathered(row, log_probs_K, entropy_K), None
 
     @property
-    def _packed(self) -> type[PackedSequences]:
+    def _packed(self) -> Callable[..., PackedSequences]:
         return InvariantSequences
 
 

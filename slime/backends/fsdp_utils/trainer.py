@@ -28,6 +28,7 @@ from slime.backends.fsdp_utils.model import (
 )
 from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
 from slime.backends.fsdp_utils.trainable import select_trainable
+from slime.modeling.cudnn_attention import prefers_cudnn
 from slime.observability.profiling import MemoryHistory, PhaseTimer, peak_tflops, utilization
 from slime.ray.train_actor import TrainRayActor
 from slime.training.batch import MicroBatch
@@ -110,7 +111,7 @@ class FSDPTrainer(TrainRayActor):
             offload_activations=args.fsdp_offload_activations,
             lora=self.lora,
             batch_invariant=args.true_on_policy_mode,
-            cudnn_attention=args.attn_implementation == "slime_cudnn",
+            cudnn_attention=prefers_cudnn(args.attn_implementation, self.device, self.dtype, args.deterministic_mode),
             compile_backend=args.fsdp_compile,
         )
 
