@@ -95,6 +95,7 @@ class Router:
             connector=aiohttp.TCPConnector(limit=self.max_connections),
             timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),  # one client's cookies are not for the next
         ) as session:
             self.proxy = Proxy(self.pool, session, self.request_timeout, self.queue_timeout)
             probes = HealthProbes(self.pool, session, self.health_interval, self.health_timeout)

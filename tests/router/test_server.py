@@ -94,6 +94,23 @@ async def test_status_query_headers_and_body_pass_through():
             }
 
 
+async def test_cookies_stay_with_their_client():
+    async def cookie(request):
+        seen = request.headers.get("Cookie")
+        return web.json_response({"seen": seen}, headers={"Set-Cookie": "a=1"})
+
+    app = web.Application()
+    app.router.add_get("/cookie", cookie)
+    async with routed(app) as (router, base, session):
+        (worker,) = router.pool.workers
+        router.pool.remove(worker.url)
+        router.pool.add(worker.url.replace("127.0.0.1", "localhost"))
+        for _ in range(2):
+            async with session.get(f"{base}/cookie", headers={"Cookie": ""}) as reply:
+                assert not (await reply.json())["seen"] and reply.headers["Set-Cookie"] == "a=1"
+        assert (await json_of(session.get(f"{base}/cookie", headers={"Cookie": "b=2"})))[1] == {"seen": "b=2"}
+
+
 async def test_sse_arrives_as_it_is_sent():
     gate = asyncio.Event()
 
