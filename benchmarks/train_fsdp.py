@@ -2,8 +2,13 @@
 
 `python benchmarks/train_fsdp.py --device cuda --shape qwen3-0.6b --tokens 16384 --rows 2` runs the trainer's own
 classes on a random model: GRPO with AdamW on `rows` packed rows of `tokens` tokens each, layers recomputed in
-backward. A row is one sequence unless `--sequences` cuts it. `--gpus 8` shards over as many processes. `--device cpu
---shape tiny` checks the script. The result goes to benchmarks/results/.
+backward. A row is one sequence unless `--sequences` cuts it. `--device cpu --shape tiny` checks the script. The
+result goes to benchmarks/results/. Flags of `slime train` stand after `--`.
+
+`--gpus 8` shards over as many GPUs of this machine, a process each; `--rows` counts per GPU, tokens per second and
+loss are those of all together, memory is the first GPU's:
+
+    python benchmarks/train_fsdp.py --device cuda --shape qwen3-4b --gpus 8 --tokens 16384 --rows 2 --no-operations
 
 FLOPs of a step count what the model needs, not what is recomputed: per token 6 x (parameters of all matrix products,
 the output head once, no embedding look-up), and per sequence and layer of causal attention 6 x heads x head_dim
@@ -14,6 +19,7 @@ x L (L + 1) (2 matrix products x 2 FLOPs x L (L + 1) / 2 forward, twice that bac
 from __future__ import annotations
 
 import argparse
+import multiprocessing.connection
 import os
 import sys
 import tempfile
@@ -65,13 +71,23 @@ SHAPES = {
 }
 
 
-def save_model(path: str, shape: str, tokens: int) -> None:
-    """A random Qwen3 checkpoint of that shape."""
+def save_model(path: str, shape: str, tokens: int, device: str) -> None:
+    """A random Qwen3 checkpoint of that shape, made on `device`: billions of random numbers take long on a CPU."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPES[shape], max_position_embeddings=max(tokens, 4096), tie_word_embeddings=True)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    with torch.device(device):
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+
+
+def model_process(path: str, shape: str, tokens: int, device: str) -> None:
+    """`save_model` in a process of its own, which leaves nothing on the GPU."""
+    process = torch.multiprocessing.get_context("spawn").Process(target=save_model, args=(path, shape, tokens, device))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise SystemExit(f"making the model ended with exit code {process.exitcode}")
 
 
 def step_flops(shape: dict, lengths: list[int]) -> float:
@@ -298,27 +314,38 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure_ranks(options, model: str) -> dict:
+    """`measure` in a process per GPU. One that fails ends all."""
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    processes = [
+        context.Process(target=_process, args=(rank, options, model, queue), daemon=True)
+        for rank in range(options.gpus)
+    ]
+    for process in processes:
+        process.start()
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            code = running.pop(sentinel).exitcode
+            if code != 0:
+                for process in running.values():
+                    process.terminate()
+                raise SystemExit(f"a rank ended with exit code {code}")
+    return queue.get()
+
+
 def _process(rank: int, options, model: str, queue) -> None:
-    queue.put(measure(rank, options, model))
+    result = measure(rank, options, model)
+    if rank == 0:
+        queue.put(result)
 
 
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as model:
-        save_model(model, options.shape, options.tokens)
-        if options.gpus == 1:
-            result = measure(0, options, model)
-        else:
-            context = torch.multiprocessing.get_context("spawn")
-            queue = context.SimpleQueue()
-            arguments = [(rank, options, model, queue) for rank in range(options.gpus)]
-            processes = [context.Process(target=_process, args=arguments[rank]) for rank in range(options.gpus)]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
-            results = [queue.get() for _ in processes]
-            result = next(r for r in results if r is not None)
+        model_process(model, options.shape, options.tokens, options.device)
+        result = measure(0, options, model) if options.gpus == 1 else measure_ranks(options, model)
     if not options.no_operations:
         result["operations"] = operations(options)
     environment = describe("torch", "transformers")
