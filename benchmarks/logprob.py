@@ -5,8 +5,13 @@ bf16 and writes benchmarks/results/logprob-cuda.json. `--device cpu --tokens 256
 
 - naive: logits as one tensor, log_softmax in fp32, autograd.
 - naive_entropy, slime_entropy: with the entropy, which RL logs at every step; it has no gradient.
-- liger: LigerFusedLinearCrossEntropyLoss, where liger-kernel is importable. It gives one summed loss, computes its
-  gradient in forward, and has no entropy and no log-probs per token.
+- liger_loss: liger-kernel's LigerFusedLinearCrossEntropyLoss as SFT uses it: one summed loss, whose gradient forward
+  computes (compare forward and backward together), the weight's in bf16 by default. No log-probs per token.
+- liger: the same with reduction="none" and fp32 accumulation, as slime does: log-probs per token, which any RL loss can
+  weigh. Neither has the entropy. Both need liger-kernel, a small wheel of Python files:
+
+      pip download liger-kernel --no-deps -d .whl && unzip -q -d .whl/liger .whl/liger_kernel-*.whl
+      PYTHONPATH=.whl/liger python benchmarks/logprob.py --device cuda
 
 Memory is the peak above what inputs and their gradients take. `max_error` compares log-probs of 64 rows, and
 `gradient_error` the hidden states' gradient of these rows (relative), with float64.
@@ -66,10 +71,20 @@ def methods() -> dict[str, Method]:
     }
     try:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError:
+    except ImportError as error:
+        print(f"without liger-kernel: {error}", flush=True)
         return found
-    fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-    return {**found, "liger": lambda hidden, weight, targets: (fused(weight, hidden, targets), None)}
+    total = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    each = LigerFusedLinearCrossEntropyLoss(reduction="none", accum_dtype=torch.float32)
+
+    def liger_loss(hidden, weight, targets):
+        return total(weight, hidden, targets), None
+
+    def liger(hidden, weight, targets):
+        losses = each(weight, hidden, targets)
+        return losses.sum(), -losses
+
+    return {**found, "liger_loss": liger_loss, "liger": liger}
 
 
 def synchronize(device: str) -> None:
@@ -134,13 +149,14 @@ def main() -> None:
     device = options.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     result = {
-        "environment": describe("torch"),
+        "environment": describe("torch", "triton", "liger-kernel"),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "tokens": options.tokens,
         "vocab": options.vocab,
         "dtype": str(dtype),
         "hidden_sizes": {},
     }
+    sides = methods()
     for width in options.hidden:
         torch.manual_seed(0)
         hidden = torch.randn(options.tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -149,7 +165,7 @@ def main() -> None:
         targets = torch.randint(0, options.vocab, (options.tokens,), device=device)
         truth = truth_of(hidden, weight, targets)
         table = result["hidden_sizes"][width] = {}
-        for name, method in methods().items():
+        for name, method in sides.items():
             try:
                 table[name] = measure(method, (hidden, weight, targets), device, options.repeat, truth)
             except torch.OutOfMemoryError:
