@@ -17,6 +17,7 @@ BACKENDS = {
     ("fsdp", "actor"): "slime.backends.fsdp_utils.actor.FSDPTrainRayActor",
     ("fsdp", "critic"): "slime.backends.fsdp_utils.critic.FSDPCriticRayActor",
     ("megatron", "actor"): "slime.backends.megatron_utils.actor.MegatronTrainRayActor",
+    ("megatron", "critic"): "slime.backends.megatron_utils.critic.MegatronCriticRayActor",
 }
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from slime.backends.megatron_utils.optimizer import Optimizer
 # Optimizer state in the order of the model's own tensors, so that any layout can read it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
+REFERENCE = "reference"
+"""Directory of the reference model's weights, in checkpoints of runs where it is not what the run started from."""
+
 
 def latest_checkpoint(root: str | None, step: int | None = None) -> Path | None:
     """The directory that the tracker in `root` names, or that of rollout `step`; None when there is no tracker.
@@ -52,13 +56,19 @@ def latest_checkpoint(root: str | None, step: int | None = None) -> Path | None:
 
 
 def save_checkpoint(
-    root: str, rollout_id: int, chunks: Sequence[nn.Module], optimizer: Optimizer | None, progress: Progress
+    root: str,
+    rollout_id: int,
+    chunks: Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    progress: Progress,
+    reference: Callable[[], AbstractContextManager] | None = None,
 ) -> None:
     """Write the checkpoint of `rollout_id`; collective over all ranks.
 
     Args:
         chunks: model chunks, unwrapped.
         optimizer: None saves weights only.
+        reference: a context in which the chunks hold the reference model's weights, to save them, too.
 
     Raises:
         CheckpointError: on every rank when one fails (disk full, ...). The previous checkpoint stays valid.
@@ -71,6 +81,13 @@ def save_checkpoint(
         dist_checkpointing.save(
             _state(chunks, optimizer, loading=False), str(directory), content_metadata=dict(_METADATA)
         )
+        if reference is not None:
+            if dist.get_rank() == 0:
+                (directory / REFERENCE).mkdir()
+            dist.barrier()
+            with reference():
+                state = _state(chunks, None, loading=False)
+                dist_checkpointing.save(state, str(directory / REFERENCE), content_metadata=dict(_METADATA))
         if dist.get_rank() == 0:
             torch.save({key: [state[key] for state in rng] for key in rng[0]}, directory / "rng.pt")
             meta = {
@@ -128,6 +145,14 @@ def load_weights(path: Path, chunks: Sequence[nn.Module]) -> None:
     state = dist_checkpointing.load(_state(chunks, None, loading=True), str(path))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{index}"])
+
+
+def load_reference(path: Path, chunks: Sequence[nn.Module]) -> bool:
+    """Read the reference model saved with a checkpoint into the chunks; False, untouched, if there is none."""
+    if not (path / REFERENCE).is_dir():
+        return False
+    load_weights(path / REFERENCE, chunks)
+    return True
 
 
 def _state(chunks: Sequence[nn.Module], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:

@@ -1,26 +1,29 @@
-"""Micro-batches through the pipeline: packed rows in, log-probs of response tokens and losses out at the last."""
+"""Micro-batches through the pipeline: packed rows in, what a role wants of response tokens and losses out at the last
+stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
+from slime.backends.megatron_utils import heads
 from slime.backends.megatron_utils.attention import packed_row
 from slime.backends.megatron_utils.rotary import Rotary
 from slime.training.batch import MicroBatch
 from slime.training.context_parallel import ContextParallel, LocalRow, local_row
-from slime.training.logprobs import token_log_probs
-from slime.training.vocab_parallel import vocab_parallel_log_probs
 
-Result = Callable[[int, MicroBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, Any]]
-"""(index of the micro-batch, the micro-batch, log_probs [R], entropy [R] or None) -> (loss, what to keep)."""
+Result = Callable[..., tuple[torch.Tensor, Any]]
+"""(index of the micro-batch, the micro-batch, what the head gives of all response tokens ...) -> (loss, what to keep).
+"""
+Around = Callable[[nn.Module, int, LocalRow, MicroBatch], AbstractContextManager]
+"""(model chunk, index of the micro-batch, this rank's row, the padded micro-batch) -> context of the chunk's pass."""
 
 
 def padded(batch: MicroBatch, multiple: int, cp_size: int) -> MicroBatch:
@@ -45,61 +48,55 @@ def padded(batch: MicroBatch, multiple: int, cp_size: int) -> MicroBatch:
     )
 
 
-class Forward:
+class RowForward:
     """Runs a model's chunks over micro-batches.
 
     Args:
         chunks: this rank's model chunks, wrapped for data parallelism or not.
         rotary: None if the attention layers rotate by themselves.
         pad_multiple: rows are padded to a multiple of it.
-        chunk_size: rows whose logits exist at a time; None picks it by the vocabulary.
     """
 
     def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        config,
-        cp: ContextParallel,
-        rotary: Rotary | None,
-        temperature: float = 1.0,
-        pad_multiple: int = 1,
-        chunk_size: int | None = None,
+        self, chunks: Sequence[nn.Module], config, cp: ContextParallel, rotary: Rotary | None, pad_multiple: int = 1
     ):
         self.chunks = list(chunks)
         self.config = config
         self.cp = cp
         self.rotary = rotary
-        self.temperature = temperature
         self.pad_multiple = pad_multiple * config.tensor_model_parallel_size
-        self.chunk_size = chunk_size
         self._run = get_forward_backward_func()
 
-    def __call__(
+    def run(
         self,
         batches: Sequence[MicroBatch],
+        head: Callable[[LocalRow, torch.Tensor, torch.Tensor], tuple],
         result: Result,
         *,
         backward: bool,
-        with_entropy: bool = False,
-        entropy_grad: bool = False,
+        around: Around = lambda *_: nullcontext(),
     ) -> list[Any]:
         """What `result` keeps of each micro-batch, in order; empty except on the last pipeline stage.
 
         With `backward`, gradients of the sum of the losses are added up over micro-batches and, when all are done,
         over data- and context-parallel ranks.
+
+        Args:
+            head: (row, hidden states [T, D], output matrix) -> tensors [K] of the row's response tokens, which become
+                those [R] of the micro-batch; None, and tensors of another form, pass as they are.
         """
 
         def step(iterator, chunk):
             index, batch = next(iterator)
-            row = local_row(padded(batch, self.pad_multiple, self.cp.size), self.cp)
-            head = partial(self._head, row, with_entropy, entropy_grad)
-            output = chunk(row.tokens, row.position_ids, self._packed(row), head)
+            whole = padded(batch, self.pad_multiple, self.cp.size)
+            row = local_row(whole, self.cp)
+            with around(chunk, index, row, whole):
+                output = chunk(row.tokens, row.position_ids, self._packed(row), partial(head, row))
             return output, partial(finish, index, batch, row)
 
         def finish(index, batch, row, output):
-            log_probs_K, entropy_K = output
-            entropy_R = None if entropy_K is None else row.gather(entropy_K)
-            loss, kept = result(index, batch, row.gather(log_probs_K), entropy_R)
+            gathered = (row.gather(x) if x is not None and x.ndim == 1 else x for x in output)
+            loss, kept = result(index, batch, *gathered)
             # No token count: every loss is already its share of the whole step.
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), kept
 
@@ -117,23 +114,54 @@ class Forward:
         tables = None if self.rotary is None else self.rotary.tables(row.position_ids, self.config.params_dtype)
         return packed_row(row, tables)
 
-    def _head(self, row: LocalRow, with_entropy: bool, entropy_grad: bool, hidden_TD, weight_VD):
-        hidden_KD = hidden_TD[row.rows]
-        options = {
-            "temperature": self.temperature,
-            "with_entropy": with_entropy,
-            "entropy_grad": entropy_grad,
-            "chunk_size": self.chunk_size,
-            "kept": row.kept,
-        }
-        if self.config.tensor_model_parallel_size == 1:
-            return token_log_probs(hidden_KD, weight_VD, row.labels, **options)
-        first = parallel_state.get_tensor_model_parallel_rank() * self._rows_per_rank()
-        group = parallel_state.get_tensor_model_parallel_group()
-        return vocab_parallel_log_probs(hidden_KD, weight_VD, row.labels, first, group, **options)
 
-    def _rows_per_rank(self) -> int:
-        last = self.chunks[-1]
-        while hasattr(last, "module"):
-            last = last.module
-        return last.vocab_size // self.config.tensor_model_parallel_size
+class Forward(RowForward):
+    """The policy's: log-probs of response tokens.
+
+    Args:
+        chunk_size: rows whose logits exist at a time; None picks it by the vocabulary.
+    """
+
+    def __init__(self, *args, temperature: float = 1.0, chunk_size: int | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.temperature = temperature
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self,
+        batches: Sequence[MicroBatch],
+        result: Result,
+        *,
+        backward: bool,
+        with_entropy: bool = False,
+        entropy_grad: bool = False,
+        with_logits: bool = False,
+        around: Around = lambda *_: nullcontext(),
+    ) -> list[Any]:
+        """As `run`; `result` gets log_probs [R], entropy [R] or None and, with `with_logits`, logits [1, T, V] of the
+        rank's row."""
+        last = _unwrapped(self.chunks[-1])
+        head = heads.LogProbs(
+            rows_per_rank=last.vocab_size // self.config.tensor_model_parallel_size,
+            vocab_size=last.real_vocab_size,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+            with_logits=with_logits,
+        )
+        return self.run(batches, head, result, backward=backward, around=around)
+
+
+class ValueForward(RowForward):
+    """The critic's: values of response tokens."""
+
+    def __call__(self, batches: Sequence[MicroBatch], result: Result, *, backward: bool) -> list[Any]:
+        """As `run`; `result` gets values [R]."""
+        return self.run(batches, heads.values, result, backward=backward)
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

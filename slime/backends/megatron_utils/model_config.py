@@ -59,6 +59,9 @@ def transformer_config(
         "bias_activation_fusion": device.type == "cuda",
         "bias_dropout_fusion": False,
     }
+    if sizes.virtual_pipeline is not None:
+        # Two stages are each other's next and previous: sends in batches are then received as the wrong ones.
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if architecture.get("num_moe_experts"):
         fields["moe_grouped_gemm"] = False
         if dtype == torch.float64:

@@ -1,9 +1,10 @@
-"""Builds the policy out of stock megatron-core modules: the one place that knows GPTModel and its layer specs."""
+"""Builds policy and critic of stock megatron-core modules: the one place that knows GPTModel and its layer specs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,23 +14,21 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
 
-from slime.backends.megatron_utils.architecture import Architecture
+from slime.backends.megatron_utils.architecture import Architecture, padded_vocab_size
 from slime.backends.megatron_utils.attention import PackedAttention, PackedRow
+from slime.backends.megatron_utils.latent import LatentAttention
 from slime.backends.megatron_utils.norm import RMSNorm
 from slime.backends.megatron_utils.sandwich import SandwichAttention, SandwichMLP
+from slime.utils.misc import parameters
 
 Head = Callable[[torch.Tensor, torch.Tensor], object]
 """(hidden states [T, D], this rank's rows of the output matrix [V / tp, D]) -> what the loss wants."""
-
-
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """Megatron's rule: the next multiple of `divisible_by` x ranks."""
-    multiple = divisible_by * tensor_parallel
-    return math.ceil(vocab_size / multiple) * multiple
 
 
 def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
@@ -51,6 +50,7 @@ def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
         attention.q_layernorm = RMSNorm
         if latent:
             attention.kv_layernorm = RMSNorm
+            layer.self_attention.module = LatentAttention
         else:
             attention.k_layernorm = RMSNorm
     if post_norms:
@@ -84,13 +84,14 @@ class PolicyGPT(GPTModel):
     def _postprocess(self, hidden_states, labels=None, **unused):
         if not self.post_process:
             return hidden_states
-        hidden = hidden_states[:, 0]
+        return labels(self.head_input(hidden_states[:, 0]), self.output_rows())
+
+    def head_input(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """The hidden states of all tokens of the row."""
         # The head's gradient is of this rank's part of the vocabulary; both sum it over the group.
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden)
-        return labels(hidden, self.output_rows())
+            return gather_from_sequence_parallel_region(hidden_TD, tensor_parallel_output_grad=True)
+        return copy_to_tensor_model_parallel_region(hidden_TD)
 
     def output_rows(self) -> torch.Tensor:
         """This rank's rows of the output matrix, without those that pad the vocabulary (the last rank has fewer)."""
@@ -100,18 +101,103 @@ class PolicyGPT(GPTModel):
         return weight[: max(0, min(len(weight), self.real_vocab_size - start))]
 
 
-def build_model(architecture: Architecture, config, divisible_by: int = 1, vp_stage: int | None = None) -> PolicyGPT:
-    """This rank's pipeline stage with uninitialised weights."""
-    return PolicyGPT(
+class ValueGPT(PolicyGPT):
+    """The critic: one output per token instead of the vocabulary. The head starts at zero, so that an untrained critic
+    predicts 0 everywhere. Every tensor-parallel rank has the whole head."""
+
+    def __init__(self, *args, share_embeddings_and_output_weights: bool = False, **kwargs):
+        super().__init__(*args, share_embeddings_and_output_weights=False, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = nn.Linear(self.config.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
+            nn.init.zeros_(self.value_head.weight)
+
+    def head_input(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden_TD, tensor_parallel_output_grad=False)
+        return hidden_TD
+
+    def output_rows(self) -> torch.Tensor:
+        return self.value_head.weight
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Without what language models add for their output layer."""
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+
+def build_model(
+    architecture: Architecture,
+    config,
+    divisible_by: int = 1,
+    vp_stage: int | None = None,
+    kind: type[PolicyGPT] = PolicyGPT,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+) -> PolicyGPT:
+    """One chunk of this rank's pipeline stage with uninitialised weights.
+
+    Args:
+        pre_process, post_process: whether it has the embedding and the head; None: by its place in the pipeline.
+    """
+    if pre_process is None:
+        pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if post_process is None:
+        post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return kind(
         config=config,
         transformer_layer_spec=block_spec(config, architecture, vp_stage),
         vocab_size=padded_vocab_size(architecture.vocab_size, divisible_by, config.tensor_model_parallel_size),
         max_sequence_length=architecture.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        pre_process=pre_process,
+        post_process=post_process,
         share_embeddings_and_output_weights=architecture.tied,
         # Attention rotates queries and keys itself; latent attention has its own rotary module.
         position_embedding_type="none",
         vp_stage=vp_stage,
         real_vocab_size=architecture.vocab_size,
     )
+
+
+def build_chunks(
+    architecture: Architecture,
+    config,
+    divisible_by: int = 1,
+    with_values: bool = False,
+    provider: Callable[..., Any] | None = None,
+) -> list[PolicyGPT]:
+    """All chunks of this rank's pipeline stage: one, or one per virtual stage.
+
+    Args:
+        with_values: a critic instead of a policy.
+        provider: makes a chunk, as `--custom-model-provider-path` says; None: `build_model`.
+
+    Raises:
+        TypeError: the provider returned something else than a `PolicyGPT` (for a critic, a `ValueGPT`).
+    """
+    kind = ValueGPT if with_values else PolicyGPT
+    build = partial(build_model, architecture, config, divisible_by, kind=kind)
+    stages = config.virtual_pipeline_model_parallel_size
+    return [
+        build(vp_stage=stage) if provider is None else _provided(provider, build, stage, kind)
+        for stage in ([None] if stages is None else range(stages))
+    ]
+
+
+def _provided(provider, build, vp_stage: int | None, kind: type[PolicyGPT]) -> PolicyGPT:
+    def stock(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyGPT:
+        return build(vp_stage=vp_stage, pre_process=pre_process, post_process=post_process)
+
+    wanted = {"build": stock, "config": build.args[1]}
+    extra = {name: value for name, value in wanted.items() if name in parameters(provider)}
+    chunk = provider(
+        parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+        **extra,
+    )
+    if not isinstance(chunk, kind):
+        raise TypeError(
+            f"--custom-model-provider-path returned a {type(chunk).__name__}, not a {kind.__name__}; take what its "
+            "argument `build(pre_process, post_process, vp_stage)` returns, or make a subclass of that"
+        )
+    return chunk

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LAYER, EXPERT = "{layer}", "{expert}"
+VALUE_HEAD = "value_head.weight"
+"""A critic's alone."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ ENDS = (
     Rule("embedding.word_embeddings.weight", "vocab", ("model.embed_tokens.weight",)),
     Rule("decoder.final_layernorm.weight", "replicated", ("model.norm.weight",)),
     Rule("output_layer.weight", "vocab", ("lm_head.weight",)),
+    Rule(VALUE_HEAD, "replicated", (VALUE_HEAD,)),
 )
 NORMS = _rules(
     BLOCK,

@@ -14,7 +14,7 @@ from torch import nn
 from slime.backends.megatron_utils.architecture import Architecture
 from slime.backends.megatron_utils.hf_files import HFTensors
 from slime.backends.megatron_utils.layouts import Layout, Replicated, layouts_of
-from slime.backends.megatron_utils.name_maps import EXPERT, LAYER, NAME_MAPS, Rule
+from slime.backends.megatron_utils.name_maps import EXPERT, LAYER, NAME_MAPS, VALUE_HEAD, Rule
 from slime.weight_sync.buckets import TensorSpec
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
@@ -96,7 +96,7 @@ def cut_of(name: str) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[nn.Module], architecture: Architecture, path: str) -> None:
-    """Fill this rank's parameters from a Hugging Face directory, one at a time.
+    """Fill this rank's parameters from a Hugging Face directory, one at a time; all but a critic's head.
 
     Raises:
         KeyError: the checkpoint lacks a tensor.
@@ -105,6 +105,8 @@ def load_hf(chunks: Sequence[nn.Module], architecture: Architecture, path: str) 
     names = NameMap(architecture)
     with HFTensors(path) as checkpoint:
         for name, tensor in global_tensors(chunks).items():
+            if name == VALUE_HEAD:
+                continue  # checkpoints have none; a critic's starts at zero
             source = names.source(name)
             rank, size = cut_of(name)
             parts = [checkpoint[hf_name] for hf_name in source.hf_names]
