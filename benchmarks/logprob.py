@@ -7,8 +7,8 @@ bf16 and writes benchmarks/results/logprob-cuda.json. `--device cpu --tokens 256
 - naive_entropy, slime_entropy: with the entropy, which RL logs at every step; it has no gradient.
 - liger_loss: liger-kernel's LigerFusedLinearCrossEntropyLoss as SFT uses it: one summed loss, whose gradient forward
   computes (compare forward and backward together), the weight's in bf16 by default. No log-probs per token.
-- liger: the same with reduction="none" and fp32 accumulation, as slime does: log-probs per token, which any RL loss can
-  weigh. Neither has the entropy. Both need liger-kernel, a small wheel of Python files:
+- liger: the same with reduction="none" and fp32 accumulation, as slime does: log-probs per token, which RL
+  weighs. Neither has the entropy. Both need liger-kernel, a small wheel of Python files:
 
       pip download liger-kernel --no-deps -d .whl && unzip -q -d .whl/liger .whl/liger_kernel-*.whl
       PYTHONPATH=.whl/liger python benchmarks/logprob.py --device cuda
