@@ -226,6 +226,8 @@ class SGLangEngineActor(RolloutEngineActor):
 
     def start(self) -> str:
         """As the base class; the processes of an engine over several nodes find each other on this one."""
+        if vars(self.args).get("sglang_disaggregation_mode") == "prefill":
+            self.args.sglang_disaggregation_bootstrap_port = free_port_block(self.host(), 1)
         if self._followers:
             self._dist_init_addr = f"{self.host()}:{free_port_block(self.host(), DERIVED_PORTS)}"
         nnodes = 1 + len(self._followers)
@@ -234,6 +236,10 @@ class SGLangEngineActor(RolloutEngineActor):
             url = super().start()
         ray.get(starting)
         return url
+
+    @ray.method(concurrency_group="side")
+    def bootstrap_port(self) -> int | None:
+        return vars(self.args).get("sglang_disaggregation_bootstrap_port")
 
     @ray.method(concurrency_group="watch")
     def wait_for_death(self) -> str | None:

@@ -7,14 +7,13 @@ measured (H100 and H200, SGLang 0.5.17, torch 2.11).
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from slime.utils.checkpoint_files import checkpoint_headers, read_config
 from slime.utils.served_models import ServedModel, engine_args, policy_model
 
 GIB = 1024**3
@@ -114,24 +113,10 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def checkpoint_headers(path: str) -> dict[str, dict[str, Any]]:
-    """Shape and dtype of each tensor in the safetensors files of a directory, by their headers.
-
-    Raises:
-        ValueError: a file is no safetensors file.
-    """
-    entries: dict[str, dict[str, Any]] = {}
-    for file_path in sorted(Path(path).glob("*.safetensors")):
-        with open(file_path, "rb") as file:
-            entries |= json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    entries.pop("__metadata__", None)
-    return entries
-
-
 def read_size(path: str) -> ModelSize | None:
     """The size of a Hugging Face checkpoint; None where its files do not tell."""
     try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        config = read_config(path)
         entries = checkpoint_headers(path)
     except (OSError, ValueError):
         return None

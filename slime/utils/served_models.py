@@ -88,6 +88,11 @@ def policy_model(args: Namespace) -> ServedModel:
     return next((model for model in models if model.update_weights), models[0])
 
 
+def policy_path(args: Namespace) -> str:
+    """The checkpoint that the policy's engines start with."""
+    return policy_model(args).model_path if args.served_models else args.hf_checkpoint
+
+
 def engine_args(args: Namespace, model: ServedModel, spec: EngineSpec) -> Namespace:
     """The arguments as one server of `model` reads them."""
     own: dict[str, Any] = {"hf_checkpoint": model.model_path, "rollout_num_gpus_per_engine": len(spec.slots)}

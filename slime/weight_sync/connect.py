@@ -6,9 +6,11 @@ from argparse import Namespace
 
 import torch
 
+from slime.utils.served_models import policy_path
 from slime.weight_sync.buckets import WeightSource
 from slime.weight_sync.disk import DiskPublisher, DiskUpdater
 from slime.weight_sync.distributed import DistributedTransport
+from slime.weight_sync.engine_format import engine_format
 from slime.weight_sync.engines import Engines
 from slime.weight_sync.tensor import TensorTransport
 from slime.weight_sync.updater import WeightUpdater
@@ -18,7 +20,7 @@ class EngineConnections:
     """Makes the `WeightUpdater` for a set of engines. Collective over the trainer's ranks.
 
     Args:
-        source: the trainer's weights.
+        source: the trainer's weights; engines get them in their own format.
         rank, device: of this trainer rank.
         role: what the names of process groups start with.
         address: of this node, for the engines.
@@ -28,7 +30,7 @@ class EngineConnections:
         self, args: Namespace, source: WeightSource, rank: int, device: torch.device, role: str, address: str
     ) -> None:
         self.args = args
-        self.source = source
+        self.source = engine_format(args, source)
         self.rank = rank
         self.device = device
         self.role = role
@@ -41,7 +43,8 @@ class EngineConnections:
         pause = args.update_weights_pause_mode
         if args.update_weight_transport == "disk":
             # What was published outlives the connection: engines that come later load it, deltas build on it.
-            self._publisher = self._publisher or DiskPublisher(args, self.source, self.rank, self.device)
+            origin = policy_path(args)
+            self._publisher = self._publisher or DiskPublisher(args, self.source, self.rank, self.device, origin)
             return DiskUpdater(self._publisher, engines, version, pause)
         if args.colocate:
             transport = TensorTransport(engines, engine_slots, self.rank, self.device)

@@ -32,14 +32,16 @@ class DiskPublisher:
     """Writes versions; lives as long as the trainer, while engines come and go. `publish` is collective.
 
     Args:
-        args: the `update_weight_*` flags, `hf_checkpoint`.
+        args: the `update_weight_*` flags.
         source: the trainer's weights.
         rank: this trainer rank; 0 writes.
         device: where weights are gathered.
+        origin: the engines' checkpoint, whose small files a full version has, too.
     """
 
-    def __init__(self, args: Namespace, source: WeightSource, rank: int, device: torch.device) -> None:
+    def __init__(self, args: Namespace, source: WeightSource, rank: int, device: torch.device, origin: str) -> None:
         self.args = args
+        self.origin = origin
         self.source = source
         self.rank = rank
         self.device = device
@@ -88,7 +90,7 @@ class DiskPublisher:
         manifest = Manifest(
             version, self.chain, base, args.update_weight_delta_encoding, args.update_weight_delta_checksum
         )
-        writer = VersionWriter(self.root, manifest, args.hf_checkpoint)
+        writer = VersionWriter(self.root, manifest, self.origin)
         try:
             for bucket in self.buckets:
                 flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=self.device)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slime.utils.checkpoint_files import quantization_config
 from slime.utils.served_models import EngineSpec, engine_args, model_url, policy_model
 
 pytestmark = pytest.mark.unit
@@ -156,3 +157,14 @@ def test_a_frozen_model_can_be_the_teacher(setup, file):
     flags = (*file({**POLICY, "model_path": wide, "update_weights": True}, teacher), "--use-opd")
     message = setup.errors(*flags, "--opd-teacher-url", "teacher", "--hf-checkpoint", wide, colocate=False)
     assert "its vocabulary of 5 is not the 9" in message
+
+
+def test_fp8_engines(setup, file):
+    fp8 = setup.write_model("fp8", quantization_config=quantization_config((128, 128), []))
+    policy = {**POLICY, "model_path": fp8, "update_weights": True}
+    assert "has FP8 weights, which need SGLang" in setup.errors(*file(policy), colocate=False)
+    message = setup.errors("--rollout-engine", "sglang", "--hf-checkpoint", fp8)
+    assert "FP8 weights, which cannot be trained" in message or "SGLang is not installed" in message
+    odd = setup.write_model("awq", quantization_config={"quant_method": "awq"})
+    policy["model_path"] = odd
+    assert "awq" in setup.errors(*file(policy), colocate=False)

@@ -64,9 +64,8 @@ def make_publisher(tmp_path, **changes):
         "update_weight_buffer_size": 1000,
         "update_weight_delta_encoding": "xor",
         "update_weight_delta_checksum": "xxh3-128",
-        "hf_checkpoint": str(origin),
     }
-    return DiskPublisher(Namespace(**{**values, **changes}), Weights(), 0, torch.device("cpu"))
+    return DiskPublisher(Namespace(**{**values, **changes}), Weights(), 0, torch.device("cpu"), str(origin))
 
 
 def pulled(tmp_path, version, local="local"):

@@ -16,6 +16,8 @@ OWNED_BY_SLIME = {
     "enable_memory_saver": "--offload-rollout",
     "tp_size": "--rollout-num-gpus-per-engine",
     "enable_return_routed_experts": "--use-rollout-routing-replay",
+    "disaggregation_mode": "--prefill-num-servers",
+    "disaggregation_bootstrap_port": None,
     "port": None,
     "nnodes": None,
     "node_rank": None,

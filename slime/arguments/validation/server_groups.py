@@ -14,14 +14,15 @@ from slime.arguments.families.engine import OWNED_BY_SLIME, SHARED
 from slime.arguments.parser import BY_DEST, SERVER_FLAGS, unknown_flag
 from slime.arguments.problems import Problem, Problems, closest
 from slime.arguments.validation.model import check_weights, read_hf_config
-from slime.utils.served_models import WORKER_TYPES, ServedModel, ServerGroup, one_group
+from slime.utils.checkpoint_files import block_of, read_config
+from slime.utils.served_models import WORKER_TYPES, ServedModel, ServerGroup, one_group, policy_model
 
 FLAG = "--sglang-config"
 MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups")
 GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 RESERVED_NAMES = ("engine", "train", "critic")
 """They would share log files with processes of the run."""
-TRANSFER_PACKAGES = {"mooncake": "mooncake", "nixl": "nixl"}
+TRANSFER_PACKAGES = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl", "mori": "mori"}
 """Import names of what moves KV caches between servers, by --sglang-disaggregation-transfer-backend."""
 
 
@@ -50,8 +51,33 @@ def complete(args: Namespace, problems: Problems) -> None:
         args.served_models = one_group(args.hf_checkpoint, args.rollout_num_gpus, args.rollout_num_gpus_per_engine)
     if args.prefill_num_servers is not None:
         args.served_models = _split(args, args.served_models[0], problems)
+    _check_quantised(args, problems)
     if any(model.is_disaggregated for model in args.served_models):
         _check_disaggregated(args, problems)
+
+
+def _check_quantised(args: Namespace, problems: Problems) -> None:
+    """Engines may have FP8 weights; trainers may not."""
+    if args.debug_rollout_only or args.rollout_external or problems:
+        return
+    path = policy_model(args).model_path
+    flag = "--hf-checkpoint" if path == args.hf_checkpoint else f"{FLAG} {args.sglang_config}: model_path"
+    try:
+        block = block_of(read_config(path))
+    except ValueError as error:
+        problems.add(flag, path, f"{error}: engines with it cannot take the trainer's weights")
+        return
+    if block is None:
+        return
+    if args.rollout_engine != "sglang":
+        problems.add(flag, path, "has FP8 weights, which need SGLang", "add --rollout-engine sglang")
+    elif path == args.hf_checkpoint:
+        rule = "has FP8 weights, which cannot be trained"
+        fix = (
+            "give the checkpoint in bfloat16 (tools/fp8_cast_bf16.py), and the FP8 one to the engines by "
+            "--sglang-config, with its model_path and update_weights: true"
+        )
+        problems.add(flag, path, rule, fix)
 
 
 def _split(args: Namespace, model: ServedModel, problems: Problems) -> tuple[ServedModel, ...]:

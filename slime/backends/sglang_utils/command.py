@@ -58,6 +58,11 @@ def _own_arguments(
         "enable_memory_saver": args.offload_rollout and args.device == "cuda",
         "enable_return_routed_experts": args.use_rollout_routing_replay,
     }
+    mode = vars(args).get("sglang_disaggregation_mode")  # of a server that does half of each request
+    if mode is not None:
+        own["disaggregation_mode"] = mode
+    if mode == "prefill":
+        own["disaggregation_bootstrap_port"] = args.sglang_disaggregation_bootstrap_port
     if nnodes > 1:
         own |= {"nnodes": nnodes, "node_rank": node_rank, "dist_init_addr": dist_init_addr}
     return own

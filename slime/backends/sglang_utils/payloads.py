@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slime.backends.sglang_utils.asgi import Refused
-from slime.utils.memory_plan import checkpoint_headers
+from slime.utils.checkpoint_files import checkpoint_headers
 
 Shapes = dict[str, tuple[int, ...]]
 

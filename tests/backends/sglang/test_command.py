@@ -122,3 +122,11 @@ def test_several_engines_on_a_node_and_one_over_several():
     assert engine_nodes(placement, range(8)) == [(0, ["0", "1", "2", "3"]), (4, ["0", "1", "2", "3"])]
     on_cpu = slices("aa", ["", ""])
     assert engine_nodes(on_cpu, range(2)) == [(0, [])]
+
+
+def test_servers_that_share_a_request():
+    args = arguments(sglang_disaggregation_mode="prefill", sglang_disaggregation_bootstrap_port=10064)
+    given = options(launch_command(args, 0, "127.0.0.1"))
+    assert given["--disaggregation-mode"] == "prefill" and given["--disaggregation-bootstrap-port"] == "10064"
+    given = options(launch_command(arguments(sglang_disaggregation_mode="decode"), 1, "127.0.0.1"))
+    assert given["--disaggregation-mode"] == "decode" and "--disaggregation-bootstrap-port" not in given

@@ -1,0 +1,63 @@
+"""What the small parts of a Hugging Face directory say: config.json, and the headers of its safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def checkpoint_headers(path: str) -> dict[str, dict[str, Any]]:
+    """Shape and dtype of each tensor in the safetensors files of a directory, by their headers.
+
+    Raises:
+        ValueError: a file is no safetensors file.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        entries |= file_header(file)
+    return entries
+
+
+def file_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Shape and dtype of each tensor of one safetensors file.
+
+    Raises:
+        ValueError: it is none.
+    """
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """config.json of a Hugging Face directory."""
+    return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+
+
+def quantization_config(block: tuple[int, int], kept: list[str]) -> dict[str, Any]:
+    """What config.json says of such a checkpoint. `kept`: modules that are not converted."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": kept,
+    }
+
+
+def block_of(config: dict[str, Any]) -> tuple[int, int] | None:
+    """The block size of a checkpoint by its config.json; None when it is not quantised.
+
+    Raises:
+        ValueError: it is quantised in a way that the trainer's weights cannot be brought into.
+    """
+    given = config.get("quantization_config")
+    if not given:
+        return None
+    block, method, fmt = given.get("weight_block_size"), given.get("quant_method"), given.get("fmt", "e4m3")
+    if method != "fp8" or fmt != "e4m3" or not isinstance(block, (list, tuple)) or len(block) != 2:
+        given = f"{method}, format {fmt}, weight_block_size {block}"
+        raise ValueError(f"its quantization ({given}) is not block-wise fp8 e4m3")
+    return int(block[0]), int(block[1])
