@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from slime.arguments.families.megatron import FAMILY
+from slime.arguments.families.megatron import FAMILY, INSTALL_MEGATRON
 from slime.arguments.parser import MEGATRON_FLAGS
 from slime.arguments.problems import Problems
 from slime.backends.megatron_utils.architecture import (
@@ -91,6 +91,8 @@ def complete(args: Namespace, problems: Problems) -> None:
                 shown = None if flag.is_bool else value
                 problems.add(flag.name, shown, f"has no effect with --train-backend {args.train_backend}")
         return
+    if not config_fields():
+        problems.add("--train-backend", "megatron", "megatron-core is not installed", INSTALL_MEGATRON)
     for dest, asked in _MISSING.items():
         value = getattr(args, dest)
         if asked(value):
@@ -135,6 +137,12 @@ def _check_given(args: Namespace, problems: Problems) -> None:
         if value != 0:
             rule = "must be 0: log-probs would differ between the pass before training, training and the engine"
             problems.add(flag, value, rule, "leave it out")
+    dispatcher = vars(args).get("moe_token_dispatcher_type")
+    if dispatcher == "allgather":
+        logger.warning("--moe-token-dispatcher-type allgather is replaced by alltoall: rows differ in length")
+        args.moe_token_dispatcher_type = None
+    elif dispatcher == "flex":
+        problems.add("--moe-token-dispatcher-type", dispatcher, "needs DeepEP, which is not on PyPI", "leave it out")
     unread = [flag for flag in MEGATRON_FLAGS if flag.dest not in config_fields()]
     given = [flag.name for flag in unread if getattr(args, flag.dest) != flag.default]
     if given:

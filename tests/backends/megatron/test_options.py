@@ -70,6 +70,7 @@ def test_layer_pattern_evaluates_nothing_else(raw):
         ("--use-precision-aware-optimizer", "--optimizer-cpu-offload saves more"),
         ("--attention-dropout 0.1", "--attention-dropout 0.1: must be 0"),
         ("--attention-backend fused", "variable-length attention"),
+        ("--moe-token-dispatcher-type flex", "needs DeepEP"),
         ("--moe-token-dispatcher-type flexx", "must be one of allgather, alltoall, flex"),
         ("--calculate-per-token-los", "did you mean --calculate-per-token-loss?"),
         ("--ddp-average-in-collective", "slime sets this itself"),
@@ -88,8 +89,9 @@ def test_flags_of_existing_launch_scripts_are_right(tmp_path):
     flags = (
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --expert-model-parallel-"
         "size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --attention-dropout "
-        "0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend "
-        "flash --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --moe-router-load-balancing-type none "
+        "0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 "
+        "--attention-backend flash --moe-token-dispatcher-type allgather --moe-router-dtype fp32 "
+        "--moe-router-load-balancing-type none "
         "--moe-layer-freq [1]*48 --no-bias-swiglu-fusion --ddp-bucket-size 1000000 --overlap-grad-reduce "
         "--padded-vocab-size 151936 --optimizer-cpu-offload --no-bias-dropout-fusion"
     )
