@@ -27,6 +27,12 @@ class TrainWorker:
     def __init__(self, backend: str, role: str, world_size: int, rank: int, master: tuple[str | None, int | None]):
         self._trainer = load_function(BACKENDS[backend, role])(world_size, rank, *master)
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of a part's micro-batches is a multiple of: chunks of pipeline stages take turns by it."""
+        args = self.args
+        return args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._trainer, method)(*args, **kwargs)
 
@@ -121,7 +127,8 @@ class RayTrainGroup:
 
     def connect(self, rollout_manager: Any) -> None:
         """Make the engines known to the trainers and the number of trainers to the manager."""
-        ray.get(rollout_manager.set_train_parallel_config.remote({"dp_size": self.dp_size}))
+        config = {"dp_size": self.dp_size, "micro_batch_multiple": self.micro_batch_multiple}
+        ray.get(rollout_manager.set_train_parallel_config.remote(config))
         engines, slots = ray.get(rollout_manager.get_rollout_engines.remote())
         if engines:
             urls = ray.get([engine.url.remote() for engine in engines])

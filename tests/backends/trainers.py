@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from argparse import Namespace
 
@@ -14,12 +13,7 @@ from slime.arguments.entry import load_args
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.training.rollout_data import RankData, partition_rollout_data
 from slime.training.schedule import build_dp_schedule
-
-# Ranks are forks of a process that has imported everything already: seconds less for each.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["tests.backends.trainers", "torch.distributed.checkpoint", "transformers.models.qwen3.modeling_qwen3"]
-)
+from tests.processes import CONTEXT
 
 
 def trainer_args(model_dir: str, *flags: str, **changes) -> Namespace:
@@ -52,7 +46,19 @@ def rollout_batch(seed: int, samples: int = 8, vocab: int = 128) -> dict:
     }
 
 
+def kept_tokens(batch: dict, vocab: int = 128) -> dict[str, list]:
+    """What top-p left to choose from: up to 9 random tokens each."""
+    rng = np.random.default_rng(0)
+    counts = [rng.integers(0, 10, n) for n in batch["response_lengths"]]
+    return {
+        "rollout_top_p_token_ids": [rng.integers(0, vocab, n.sum()) for n in counts],
+        "rollout_top_p_token_offsets": [np.concatenate([[0], n.cumsum()]) for n in counts],
+    }
+
+
 def rollout_parts(args: Namespace, batch: dict, dp_size: int) -> list[dict]:
+    if args.use_rollout_top_p_replay:
+        batch = batch | kept_tokens(batch)
     schedule = build_dp_schedule(
         batch["total_lengths"],
         batch["rollout_ids"],
@@ -60,6 +66,7 @@ def rollout_parts(args: Namespace, batch: dict, dp_size: int) -> list[dict]:
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
         max_tokens=args.max_tokens_per_gpu if args.use_dynamic_batch_size else None,
+        micro_batch_multiple=args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1,
     )
     return partition_rollout_data(batch, schedule)
 

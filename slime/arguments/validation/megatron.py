@@ -115,6 +115,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         problems.add("--hf-checkpoint", args.hf_checkpoint, str(error))
         return
     _check_described(args, architecture, problems)
+    _complete_virtual_stages(args, architecture, problems)
     if not args.debug_rollout_only:
         _check_ranks(args, architecture, problems)
 
@@ -193,29 +194,59 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
             f"x --pipeline-model-parallel-size {pipeline} x --context-parallel-size {context} must divide the {world} "
             "trainer GPUs (--actor-num-nodes x --actor-num-gpus-per-node)",
         )
-    if architecture["num_query_groups"] % tensor:
-        problems.add(
-            "--tensor-model-parallel-size",
-            tensor,
-            f"must divide the model's {architecture['num_query_groups']} key/value heads",
-        )
-    if architecture.get("multi_latent_attention") and tensor > 1:
-        problems.add(
-            "--tensor-model-parallel-size",
-            tensor,
-            "gives wrong gradients with latent attention in stock megatron-core 0.16.1 without Transformer Engine",
-            "cut the model by --expert-model-parallel-size, --pipeline-model-parallel-size and "
-            "--context-parallel-size",
-        )
-    if architecture["num_layers"] % pipeline and not _uneven_stages(args):
-        problems.add(
-            "--pipeline-model-parallel-size", pipeline, f"must divide the model's {architecture['num_layers']} layers"
-        )
+    _check_cut(args, architecture, "model", problems)
+    if args.opd_type == "trainer" and not problems.concern("--opd-teacher-load"):
+        try:
+            _check_cut(args, read_architecture(args.opd_teacher_load), "teacher", problems)
+        except UnsupportedModelError as error:
+            problems.add("--opd-teacher-load", args.opd_teacher_load, str(error))
     experts = architecture.get("num_moe_experts")
     if experts is None and expert > 1:
         problems.add("--expert-model-parallel-size", expert, "needs a model with experts", "leave it out")
     elif experts is not None:
         _check_experts(args, experts, world // pipeline, problems)
+
+
+def _check_cut(args: Namespace, architecture: Architecture, whose: str, problems: Problems) -> None:
+    """Whether heads, ranks of latent attention and layers come out even."""
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cut = {"key/value heads": architecture["num_query_groups"]}
+    if architecture.get("multi_latent_attention"):
+        cut = {
+            "attention heads": architecture["num_attention_heads"],
+            "columns of keys and values (kv_lora_rank + rotated)": architecture["kv_lora_rank"]
+            + architecture["qk_pos_emb_head_dim"],
+            "q_lora_rank": architecture.get("q_lora_rank") or tensor,
+        }
+    for name, count in cut.items():
+        if count % tensor:
+            problems.add("--tensor-model-parallel-size", tensor, f"must divide the {whose}'s {count} {name}")
+    layers, chunks = architecture["num_layers"], args.virtual_pipeline_model_parallel_size or 1
+    if layers % (pipeline * chunks) and not _uneven_stages(args):
+        by = f"x --virtual-pipeline-model-parallel-size {chunks} " if chunks > 1 else ""
+        problems.add("--pipeline-model-parallel-size", pipeline, f"{by}must divide the {whose}'s {layers} layers")
+
+
+def _complete_virtual_stages(args: Namespace, architecture: Architecture, problems: Problems) -> None:
+    """virtual_pipeline_model_parallel_size, also from --num-layers-per-virtual-pipeline-stage."""
+    flag, layers = "--num-layers-per-virtual-pipeline-stage", args.num_layers_per_virtual_pipeline_stage
+    pipeline = args.pipeline_model_parallel_size
+    if layers is not None:
+        per_stage = architecture["num_layers"] // pipeline
+        if layers < 1 or per_stage % layers:
+            problems.add(flag, layers, f"must divide the {per_stage} layers of a pipeline stage")
+            return
+        chunks = per_stage // layers
+        if args.virtual_pipeline_model_parallel_size not in (None, chunks):
+            given = args.virtual_pipeline_model_parallel_size
+            problems.add(flag, layers, f"contradicts --virtual-pipeline-model-parallel-size {given}", "give one")
+            return
+        args.virtual_pipeline_model_parallel_size = chunks
+    if args.virtual_pipeline_model_parallel_size == 1:
+        args.virtual_pipeline_model_parallel_size = None
+    if args.virtual_pipeline_model_parallel_size is not None and pipeline == 1:
+        name = "--virtual-pipeline-model-parallel-size" if layers is None else flag
+        problems.add(name, None, "has no effect without pipeline stages", "add --pipeline-model-parallel-size")
 
 
 def _uneven_stages(args: Namespace) -> bool:

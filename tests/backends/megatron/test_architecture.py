@@ -86,14 +86,24 @@ def test_what_cannot_be_built_is_refused(changes, named):
         ("--expert-model-parallel-size 16", "8 GPUs of a pipeline stage"),
         ("--recompute-granularity full", "--recompute-method"),
         ("--recompute-method uniform", "--recompute-granularity full"),
-        ("--advantage-estimator ppo", "not available yet with --train-backend megatron"),
-        ("--virtual-pipeline-model-parallel-size 2", "not available yet"),
+        ("--virtual-pipeline-model-parallel-size 2", "no effect without pipeline stages"),
+        ("--pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 5", "5 must divide the model's 48"),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 5", "the 12 layers of a pipeline"),
     ],
 )
 def test_rules_of_ranks(tmp_path, flags, named):
     assert named in problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split())
 
 
-def test_latent_attention_is_not_cut_by_tensor_parallelism(tmp_path):
+def test_latent_attention_must_come_out_even(tmp_path):
     flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-    assert "wrong gradients with latent attention" in problems(tmp_path, CONFIGS["moonlight-16B-A3B"], *flags)
+    assert not problems(tmp_path, CONFIGS["moonlight-16B-A3B"], *flags)
+    odd = CONFIGS["moonlight-16B-A3B"] | {"kv_lora_rank": 511}
+    assert "575 columns of keys and values" in problems(tmp_path, odd, *flags)
+
+
+def test_layers_per_virtual_stage(tmp_path):
+    flags = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 6"
+    more = "--virtual-pipeline-model-parallel-size 3"
+    assert not problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split())
+    assert "contradicts" in problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split(), *more.split())

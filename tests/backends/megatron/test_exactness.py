@@ -43,7 +43,12 @@ EXPERTS = {
     "TP2+SP ETP2": (2, TP2SP | {"expert_tensor_parallel_size": 2}),
 }
 
-LATENT = {name: EXPERTS[name] for name in ("one rank", "PP2", "EP2 CP2")}
+LATENT = {name: EXPERTS[name] for name in ("one rank", "PP2", "EP2 CP2", "TP2+SP EP2", "TP2+SP ETP2")}
+STAGES = {
+    "PP2 VPP2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
+    "PP2 VPP4": (2, PP2 | {"virtual_pipeline_model_parallel_size": 4}),
+    "PP4 VPP2": (4, {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2}),
+}
 
 
 def gradients_of(before: dict, after: dict) -> dict[str, torch.Tensor]:
@@ -132,6 +137,21 @@ def test_dense_step_equals_fsdp(dense, layout):
     check(dense, layout)
 
 
+TOP_P = ("--use-rollout-top-p-replay", "--rollout-top-p", "0.9")
+REPLAYED = {name: DENSE[name] for name in ("TP2+SP", "CP2")}
+
+
+@pytest.mark.integration
+def test_step_with_top_p_replay_equals_fsdp(tmp_path, dense):
+    path = str(tmp_path / "model")
+    save_tiny_model(path, tie_word_embeddings=True)
+    results = all_layouts(path, REPLAYED, *READABLE, *GRPO, *PACKED, *TOP_P)
+    for layout in REPLAYED:
+        check(results, layout)
+    entropies = [metrics["train/entropy_loss"] for (metrics, _), _ in (results, dense)]
+    assert entropies[0] < 0.6 * entropies[1]  # of a few tokens instead of all
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("experts"))
@@ -156,6 +176,19 @@ def latent(tmp_path_factory):
 @pytest.mark.parametrize("layout", LATENT)
 def test_step_with_latent_attention_equals_fsdp(latent, layout):
     check(latent, layout)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("stages"))
+    save_tiny_model(path, tie_word_embeddings=True, num_hidden_layers=8)
+    return all_layouts(path, STAGES, *READABLE, *GRPO, *PACKED)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("layout", STAGES)
+def test_step_over_virtual_stages_equals_fsdp(stages, layout):
+    check(stages, layout)
 
 
 SCHEDULED = (
