@@ -353,7 +353,8 @@ def main() -> None:
         environment["gpu"] = torch.cuda.get_device_name()
     setup = {key: value for key, value in vars(options).items() if key not in ("port", "name", "profile")}
     result = {"setup": setup, **result, "environment": environment}
-    name = options.name or f"train-fsdp-{options.device}-{options.shape}-{options.tokens}"
+    gpus = f"-{options.gpus}gpus" if options.gpus > 1 else ""
+    name = options.name or f"train-fsdp-{options.device}-{options.shape}-{options.tokens}{gpus}"
     print(write_result(name, result).read_text())
 
 

@@ -8,7 +8,15 @@ import torch
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.backends.fsdp_utils.model import local_tensor
-from tests.backends.trainers import make_trainer, run_world, train_rollout, trainer_args
+from slime.training.rollout_data import RankData
+from tests.backends.trainers import (
+    make_trainer,
+    rollout_batch,
+    rollout_parts,
+    run_world,
+    train_rollout,
+    trainer_args,
+)
 from tests.engine.server_process import EngineServer
 from tests.tiny_model import save_tiny_model
 from tests.weight_sync.test_transports import PROMPT, generate
@@ -21,6 +29,7 @@ VARIANTS = {
     "fp32": ("--dtype", "float32"),
     "host": ("--fsdp-cpu-offload",),
     "checkpointed": ("--gradient-checkpointing",),
+    "compiled": ("--fsdp-compile", "inductor"),
 }
 
 
@@ -84,6 +93,37 @@ def test_offloading_changes_no_bit_and_frees_the_gpu(model_dir):
         assert all((straight[k] - offloaded[k]).abs().max() < 1e-3 for k in different), (name, different)
         if name != "host":
             assert left < 0.1, (name, left)
+
+
+def train_on_long_sequences(rank, world_size, port, model_dir):
+    """Two steps, of which --ci-test checks the first: log-prob passes and training have the same bits."""
+    from slime.modeling import cudnn_attention
+
+    out = {}
+    for recompute in ((), ("--gradient-checkpointing",)):
+        for implementation in ("auto", "slime_varlen"):
+            args = trainer_args(model_dir, *FLAGS, *recompute, "--attn-implementation", implementation)
+            trainer = make_trainer(FSDPTrainRayActor, args, rank, world_size, port, with_ref=True)
+            batch = rollout_batch(0)
+            for i, length in enumerate([5000, 300, 4100, 20] * 2):
+                tokens = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(i)).tolist()
+                sample = {"tokens": tokens, "total_lengths": length, "response_lengths": length - 9}
+                sample |= {"loss_masks": [1] * (length - 9), "rollout_log_probs": [-5.0] * (length - 9)}
+                for key, value in sample.items():
+                    batch[key][i] = value
+            metrics = trainer.train_on(0, RankData(rollout_parts(args, batch, 1)[0]))
+            out[implementation, recompute] = metrics["train/loss"], metrics["train/grad_norm"]
+            del trainer
+    return out, cudnn_attention.works.cache_info().misses
+
+
+def test_long_sequences(model_dir):
+    """cuDNN's losses and gradients are those of the packed kernels."""
+    ((results, trials),) = run_world(train_on_long_sequences, 1, model_dir)
+    assert trials == (torch.cuda.get_device_capability()[0] >= 9)
+    expected = results["slime_varlen", ()]
+    for got in results.values():
+        assert got == pytest.approx(expected, rel=0.02)
 
 
 def sync(rank, world_size, port, model_dir, url, root):
