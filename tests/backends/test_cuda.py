@@ -123,7 +123,7 @@ def test_long_sequences(model_dir):
     assert trials == (torch.cuda.get_device_capability()[0] >= 9)
     expected = results["slime_varlen", ()]
     for got in results.values():
-        assert got == pytest.approx(expected, rel=0.02)
+        assert got == pytest.approx(expected, rel=0.02, abs=2e-3)
 
 
 def sync(rank, world_size, port, model_dir, url, root):
