@@ -3,7 +3,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime.training.advantages import (
     compute_advantages,
@@ -11,6 +10,7 @@ from slime.training.advantages import (
     get_ppo_advantages_and_returns,
     whiten,
 )
+from tests.processes import run_ranks
 from tests.training import reference
 from tests.training.batches import make_args, random_batch, random_tokens, rank_data
 
@@ -206,7 +206,7 @@ def test_whitening_over_ranks_equals_one_rank(tmp_path):
     batch = random_batch(8)
     values, masks = random_tokens(3, batch), [torch.tensor(m, dtype=torch.float32) for m in batch["loss_masks"]]
     cases = [[(values[:cut], masks[:cut]), (values[cut:], masks[cut:])] for cut in (7, len(values))]
-    mp.spawn(whiten_worker, (str(tmp_path), cases), nprocs=2)
+    run_ranks(whiten_worker, 2, str(tmp_path), cases)
     for first, second in zip(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"), strict=True):
         for got, want in zip(first + second, whiten(values, masks), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

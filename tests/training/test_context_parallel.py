@@ -1,7 +1,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from slime.training.context_parallel import (
     response_spans,
     slice_log_prob_with_cp,
 )
+from tests.processes import run_ranks
 from tests.training.batches import random_batch, random_tokens, rank_data
 
 pytestmark = pytest.mark.unit
@@ -142,4 +142,4 @@ def gather_worker(rank, path):
 
 @pytest.mark.integration
 def test_gather_over_processes(tmp_path):
-    mp.spawn(gather_worker, (str(tmp_path),), nprocs=4)
+    run_ranks(gather_worker, 4, str(tmp_path))

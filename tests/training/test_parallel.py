@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slime.training.advantages import compute_advantages
 from slime.training.context_parallel import ALONE, ContextParallel
+from tests.processes import run_ranks
 from tests.training.batches import make_args, random_tokens, rank_data
 from tests.training.problem import ALGORITHMS, Problem, gradients
 
@@ -81,7 +81,7 @@ def worker(rank, path):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("parallel"))
-    mp.spawn(worker, (path,), nprocs=4)
+    run_ranks(worker, 4, path)
     return [torch.load(f"{path}/{rank}.pt") for rank in range(4)]
 
 
