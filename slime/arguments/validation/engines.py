@@ -58,6 +58,10 @@ def _check_sglang(args: Namespace, version: str | None, problems: Problems) -> N
         logger.warning(warning)
     if args.sglang_enable_deterministic_inference:
         _check_deterministic(args, problems)
+    drafts = vars(args).get("sglang_speculative_algorithm")
+    if drafts and args.device == "cpu":
+        rule = "needs a GPU: SGLang has no verification of draft tokens on CPU"
+        problems.add("--sglang-speculative-algorithm", drafts, rule, "leave it out")
     sizes = {group.num_gpus_per_engine for model in args.served_models for group in model.groups}
     for size in sorted(sizes or {args.rollout_num_gpus_per_engine}):
         _check_size(args, size, problems)
