@@ -201,12 +201,12 @@ async def test_loose_grading_reasoning_and_errors():
 )
 def test_long_responses_take_time_in_proportion(unit):
     text = unit * (50_000 // len(unit))
-    started = time.monotonic()
+    started = time.process_time()
     for name, (kwargs, _, _) in EXAMPLES.items():
-        begun = time.monotonic()
+        begun = time.process_time()
         follows(text, name, kwargs)
-        assert time.monotonic() - begun < 2, name
-    assert time.monotonic() - started < 20
+        assert time.process_time() - begun < 2, name
+    assert time.process_time() - started < 20
 
 
 def test_sentences():

@@ -152,9 +152,9 @@ def test_discounted_returns_of_joined_sequences():
 def test_long_sequences_are_fast_and_exact():
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(131_072, generator=generator)
-    start = time.perf_counter()
+    start = time.process_time()
     (advantages,), _ = get_ppo_advantages_and_returns([1.0], [torch.zeros(131_072)], [values], 0.0, 0.9999, 0.999)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     want, _ = reference.gae(1.0, [0.0] * 131_072, values.tolist(), 0.0, 0.9999, 0.999)
     torch.testing.assert_close(advantages.double(), torch.tensor(want, dtype=torch.float64), rtol=1e-5, atol=1e-4)
 
