@@ -66,6 +66,7 @@ def write_model(path: Path, shape: dict, with_weights: bool) -> None:
 
     tokenizer = train_tokenizer(["one two three"])
     tokenizer.save_pretrained(path)
+    (path / "prompts.jsonl").write_text('{"input": "one"}\n')
     config = Qwen3MoeConfig(**{"vocab_size": len(tokenizer), **shape}, max_position_embeddings=4096)
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(path)
@@ -84,12 +85,10 @@ def slime_args(options: Namespace, model: str, run_dir: str) -> Namespace:
     flags += ["--hf-checkpoint", model, "--run-dir", run_dir, "--actor-num-gpus-per-node", str(trainers)]
     flags += ["--num-gpus-per-node", str(gpus), "--rollout-num-gpus-per-engine", str(options.engine_gpus)]
     flags += ["--colocate"] if options.colocate else ["--rollout-num-gpus", str(engines)]
-    flags += ["--num-rollout", "1", "--rollout-batch-size", "8", "--load-debug-rollout-data", "none_{rollout_id}.pt"]
+    flags += ["--num-rollout", "1", "--rollout-batch-size", "8", "--prompt-data", f"{model}/prompts.jsonl"]
     if options.engine == "sglang":
         flags += ["--sglang-load-format", "dummy"]
-    args = parse_args([*flags, *options.flags])
-    args.colocate = options.colocate  # a run on given data has no engines to share GPUs with
-    return args
+    return parse_args([*flags, *options.flags])
 
 
 def start_engines(options: Namespace, args: Namespace, directory: Path) -> list:
