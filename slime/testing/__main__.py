@@ -17,12 +17,12 @@ def main(argv: list[str] | None = None) -> int:
     from slime.testing import contracts, plugin
 
     if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__, "\nhooks:", *(f"  --{hook}-path" for hook in contracts.CONTRACTS), sep="\n")
+        print(__doc__, "\nhooks:", *(f"  {plugin.flag_of(hook)}" for hook in contracts.CONTRACTS), sep="\n")
         return 0 if argv else 2
     options: list[str] = []
     words = iter(argv)
     for word in words:
-        hook = word.removeprefix("--").removesuffix("-path")
+        hook = plugin.hook_of(word)
         if word.startswith("--") and hook in contracts.CONTRACTS:
             options += ["--contract", f"{hook}={next(words, '')}"]
         elif word == "--samples":

@@ -36,6 +36,7 @@ BUILT_IN = [
     ("data-source", "slime.rollout.data_source.RolloutDataSourceWithBuffer"),
     ("custom-tis-function", "slime.training.corrections.vanilla_tis_function"),
     ("custom-tis-function", "slime.training.corrections.icepop_function"),
+    ("slime-router-middleware", "slime.router.middleware_hub.radix_tree_middleware.RadixTreeMiddleware"),
 ]
 
 
@@ -257,5 +258,5 @@ def schedule_and_cut(args, batch: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return partition_rollout_data(batch, schedule)
 
 
-# The trainer's hooks need torch.
-from slime.testing import trainer_contracts  # noqa: E402, F401
+# They register themselves.
+from slime.testing import server_contracts, trainer_contracts  # noqa: E402, F401

@@ -41,7 +41,16 @@ def parse(text: str) -> tuple[str, str]:
         pytest.UsageError: no such hook.
     """
     hook, separator, path = text.partition("=")
-    hook = hook.removeprefix("--").removesuffix("-path").removesuffix("-paths")
+    hook = hook_of(hook)
     if not separator or hook not in contracts.CONTRACTS:
         raise pytest.UsageError(f"--contract {text}: write HOOK=PATH with one of {', '.join(contracts.CONTRACTS)}")
     return hook, path
+
+
+def hook_of(flag: str) -> str:
+    """`--custom-rm-path` -> `custom-rm`."""
+    return flag.removeprefix("--").removesuffix("-paths").removesuffix("-path")
+
+
+def flag_of(hook: str) -> str:
+    return f"--{hook}-path" + ("s" if hook == "slime-router-middleware" else "")

@@ -83,6 +83,45 @@ def custom_pg_loss_reducer_function(kit: Kit, path: str) -> None:
         _check_policy_loss(kit, args)
 
 
+@contract("custom-megatron-init")
+def custom_megatron_init(kit: Kit, path: str) -> None:
+    """Takes the arguments."""
+    from slime.backends.megatron_utils import hooks
+
+    hooks.after_init(kit.args(custom_megatron_init_path=path))
+
+
+@contract("custom-megatron-before-log-prob-hook")
+def custom_megatron_before_log_prob_hook(kit: Kit, path: str) -> None:
+    """Takes the model's chunks, before the log-probs of every model that is held."""
+    from slime.backends.megatron_utils import hooks
+
+    args = kit.args(custom_megatron_before_log_prob_hook_path=path)
+    for prefix in ("", "ref_"):
+        hooks.before_log_prob(args, _chunks(), prefix)
+
+
+@contract("custom-megatron-before-train-step-hook")
+def custom_megatron_before_train_step_hook(kit: Kit, path: str) -> None:
+    """Takes the model's chunks, the optimizer and the schedule of the learning rate."""
+    import torch
+
+    from slime.backends.fsdp_utils.optimizer import LRSchedule
+    from slime.backends.megatron_utils import hooks
+
+    model = _chunks()
+    optimizer = Namespace(megatron=torch.optim.SGD(model[0].parameters(), lr=1e-3), schedule=LRSchedule(1e-3))
+    args = kit.args(custom_megatron_before_train_step_hook_path=path)
+    hooks.before_train_step(args, 0, 0, model, optimizer)
+
+
+def _chunks() -> list[Any]:
+    """What stands for a model: one chunk of one layer."""
+    import torch
+
+    return [torch.nn.Linear(4, 4)]
+
+
 def _check_policy_loss(kit: Kit, args: Namespace) -> None:
     import torch
 

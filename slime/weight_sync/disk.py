@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from slime.utils.misc import load_function
+from slime.utils.misc import load_hook
 from slime.weight_sync.buckets import WeightSource, plan_buckets
 from slime.weight_sync.disk_format import Manifest, VersionWriter, as_bytes, version_dir
 from slime.weight_sync.engines import Engines, WeightSyncError
@@ -186,7 +186,7 @@ class DiskUpdater(WeightUpdater):
     def _call_hook(self, directory: Path) -> None:
         path = self.publisher.args.custom_update_weight_post_write_path
         if path is not None and self.rank == 0:
-            hook = load_function(path, "--custom-update-weight-post-write-path")
+            hook = load_hook(path, "--custom-update-weight-post-write-path")
             hook(self.publisher.args, str(directory), self.engines.urls)
 
     def _load(self, directory: Path) -> None:

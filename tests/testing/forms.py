@@ -1,6 +1,7 @@
 """Hooks in every form that they have been written in, and broken ones."""
 
 import torch
+from aiohttp import web
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -262,3 +263,48 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 
 def reducer_raises(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     raise ValueError("no reducer")
+
+
+def megatron_init(args):
+    assert args.custom_megatron_init_path
+
+
+def before_log_prob(args, model, store_prefix):
+    assert len(model) == 1 and store_prefix in ("", "ref_")
+
+
+def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler):
+    assert opt_param_scheduler.lr(step_id) == optimizer.param_groups[0]["lr"]
+
+
+# the router's and the weights'
+
+
+class Middleware:
+    def __init__(self, app, *, router):
+        self.router = router
+
+    async def dispatch(self, request, call_next):
+        return await call_next(request)
+
+
+class AsgiMiddleware:
+    def __init__(self, app, *, router):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        await self.app(scope, receive, send)
+
+
+class DroppingMiddleware(Middleware):
+    async def dispatch(self, request, call_next):
+        await call_next(request)
+        return web.Response(status=204)
+
+
+def post_write(args, version_dir, rollout_engines):
+    assert version_dir.endswith("weight_v000001") and len(rollout_engines) == 1
+
+
+def post_write_raises(args, version_dir, rollout_engines):
+    raise OSError("no space")

@@ -7,7 +7,7 @@ import pytest
 
 from slime.testing.contracts import CONTRACTS
 from slime.testing.kit import kit
-from slime.testing.plugin import parse
+from slime.testing.plugin import flag_of, hook_of, parse
 
 pytestmark = pytest.mark.integration
 FORMS = "tests.testing.forms."
@@ -32,6 +32,11 @@ GOOD = {
     "custom-loss-function": "loss",
     "custom-tis-function": "",
     "custom-pg-loss-reducer-function": "reducer",
+    "custom-megatron-init": "megatron_init",
+    "custom-megatron-before-log-prob-hook": "before_log_prob",
+    "custom-megatron-before-train-step-hook": "before_train_step",
+    "slime-router-middleware": "Middleware AsgiMiddleware",
+    "custom-update-weight-post-write": "post_write",
 }
 BAD = [
     ("rollout-function", "rollout_too_few", "as many groups as --rollout-batch-size"),
@@ -58,6 +63,9 @@ BAD = [
     ("custom-loss-function", "loss_vector", "finite scalar"),
     ("custom-tis-function", "tis_short", "tis_short: pg_loss has the shape"),
     ("custom-pg-loss-reducer-function", "reducer_raises", "--custom-pg-loss-reducer-function-path .*no reducer"),
+    ("custom-megatron-before-log-prob-hook", "before_train_step", "-before-log-prob-hook-path .*failed: TypeError"),
+    ("slime-router-middleware", "DroppingMiddleware", "status 200, not 204"),
+    ("custom-update-weight-post-write", "post_write_raises", "--custom-update-weight-post-write-path .*no space"),
 ]
 
 
@@ -76,14 +84,11 @@ def test_every_hook_has_a_contract():
     from slime.arguments.families import FLAGS
     from slime.arguments.flag import function_path
 
-    hooks = {
-        flag.name.removeprefix("--").removesuffix("-path")
-        for flag in FLAGS
-        if flag.type is function_path and not flag.pending
-    }
-    # These two run inside servers and transports, where a contract would need one.
-    assert hooks - CONTRACTS.keys() == {"slime-router-middleware-paths", "custom-update-weight-post-write"}
+    hooks = {hook_of(flag.name) for flag in FLAGS if flag.type is function_path and not flag.pending}
+    # It builds a Megatron model, for which Megatron's process groups must be there.
+    assert hooks - CONTRACTS.keys() <= {"custom-model-provider"}
     assert CONTRACTS.keys() == GOOD.keys()
+    assert {flag_of(hook) for hook in CONTRACTS} <= {flag.name for flag in FLAGS}
 
 
 @pytest.mark.parametrize(("hook", "form"), [(hook, form) for hook, forms in GOOD.items() for form in forms.split()])
