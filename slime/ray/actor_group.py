@@ -27,12 +27,6 @@ class TrainWorker:
     def __init__(self, backend: str, role: str, world_size: int, rank: int, master: tuple[str | None, int | None]):
         self._trainer = load_function(BACKENDS[backend, role])(world_size, rank, *master)
 
-    @property
-    def micro_batch_multiple(self) -> int:
-        """What the number of a part's micro-batches is a multiple of: chunks of pipeline stages take turns by it."""
-        args = self.args
-        return args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
-
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._trainer, method)(*args, **kwargs)
 
@@ -70,6 +64,12 @@ class RayTrainGroup:
             if rank == 0 and self.world_size > 1:
                 master = ray.get(actor.call.remote("get_master_addr_and_port"))
             self.actors.append(actor)
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of a part's micro-batches is a multiple of: chunks of pipeline stages take turns by it."""
+        args = self.args
+        return args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
 
     def process_name(self, rank: int) -> str:
         """What messages and log files call a rank."""
