@@ -19,6 +19,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.utils.http_utils import HttpError, get, post, request
 from slime.utils.misc import accepted, flatten, function_name, load_function, parameters
 from slime.utils.multimodal import request_fields
+from slime.utils.served_models import ADAPTER_NAME
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
         payload |= request_fields(sample.multimodal_inputs)
     if args.use_rollout_routing_replay:
         payload["return_routed_experts"] = True
+    if args.lora_sync == "adapter":
+        payload["lora_path"] = ADAPTER_NAME
     headers = {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None
     try:
         with GenerateState(args).dp_rank_context() as dp_rank:

@@ -157,7 +157,7 @@ def trainer_states(size: ModelSize, args: Namespace) -> dict[str, float]:
     if args.train_backend == "megatron":
         return _megatron_states(size, args, world)
     trained = size.adapter_unit * args.lora_rank if args.lora_rank else size.params
-    base = size.params if args.lora_rank else 0
+    frozen = size.params * BYTES[args.dtype] if args.lora_rank else 0  # kept as it is computed with
     on_gpu = 0.0 if args.fsdp_cpu_offload else 1.0 / world
     moments = 0.0 if args.optimizer == "cpu_adam" else on_gpu
     compute = BYTES[args.dtype]
@@ -165,7 +165,7 @@ def trainer_states(size: ModelSize, args: Namespace) -> dict[str, float]:
     vocab = size.config.get("vocab_size", 0) * size["hidden_size"]
     gathered = vocab + 2 * max(0, size.params - vocab) / size.layers
     return {
-        "parameters": 4 * (base + trained) * on_gpu,
+        "parameters": (frozen + 4 * trained) * on_gpu,
         "gradients": 4 * trained * on_gpu,
         "optimizer": 8 * trained * moments,
         "gathered layers": compute * gathered if world > 1 or compute < 4 else 0.0,

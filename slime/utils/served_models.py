@@ -14,6 +14,9 @@ from typing import Any
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder")
 """`prefill` and `decode` servers do one half of each request; a `placeholder` only keeps its GPUs free."""
 
+ADAPTER_NAME = "policy"
+"""What engines call the trained adapter under `--lora-sync adapter`."""
+
 
 @dataclass(frozen=True)
 class ServerGroup:
@@ -98,7 +101,7 @@ def engine_args(args: Namespace, model: ServedModel, spec: EngineSpec) -> Namesp
     own: dict[str, Any] = {"hf_checkpoint": model.model_path, "rollout_num_gpus_per_engine": len(spec.slots)}
     if model.name != policy_model(args).name:
         # Its memory is nobody else's, and nobody trains on what it says.
-        own |= {"offload_rollout": False, "use_rollout_routing_replay": False}
+        own |= {"offload_rollout": False, "use_rollout_routing_replay": False, "lora_sync": "merged"}
     if spec.worker_type != "regular":
         own["sglang_disaggregation_mode"] = spec.worker_type
     return Namespace(**{**vars(args), **own, **spec.overrides})

@@ -7,6 +7,7 @@ from argparse import Namespace
 import torch
 
 from slime.utils.served_models import policy_path
+from slime.weight_sync.adapter import AdapterSource, AdapterUpdater
 from slime.weight_sync.buckets import WeightSource
 from slime.weight_sync.disk import DiskPublisher, DiskUpdater
 from slime.weight_sync.distributed import DistributedTransport
@@ -24,11 +25,20 @@ class EngineConnections:
         rank, device: of this trainer rank.
         role: what the names of process groups start with.
         address: of this node, for the engines.
+        adapters: what is sent instead under `--lora-sync adapter`.
     """
 
     def __init__(
-        self, args: Namespace, source: WeightSource, rank: int, device: torch.device, role: str, address: str
+        self,
+        args: Namespace,
+        source: WeightSource,
+        rank: int,
+        device: torch.device,
+        role: str,
+        address: str,
+        adapters: AdapterSource | None = None,
     ) -> None:
+        self.adapters = adapters
         self.args = args
         self.source = engine_format(args, source)
         self.rank = rank
@@ -41,6 +51,9 @@ class EngineConnections:
         """The connection to engines that hold weight version `version`. See `TrainRayActor.set_rollout_engines`."""
         args, engines = self.args, Engines(urls)
         pause = args.update_weights_pause_mode
+        if args.lora_sync == "adapter":
+            sizes = [len(slots) for slots in engine_slots]
+            return AdapterUpdater(self.adapters, engines, sizes, self.rank, self.device, version)
         if args.update_weight_transport == "disk":
             # What was published outlives the connection: engines that come later load it, deltas build on it.
             origin = policy_path(args)

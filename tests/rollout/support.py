@@ -38,6 +38,7 @@ DEFAULTS = {
     "n_samples_per_prompt": 2,
     "served_models": one_group(None, 1, 1),
     "sglang_model_routers": {},
+    "lora_sync": "merged",
     "sglang_server_concurrency": 64,
     "sglang_router_ip": "127.0.0.1",
     "sglang_router_port": 0,

@@ -123,6 +123,14 @@ FAMILY = Family(
             "Modules that get adapters, by the ends of their names; all-linear: every linear layer but the output.",
             nargs="+",
         ),
+        Flag(
+            "--lora-sync",
+            text,
+            "merged",
+            "What engines get of adapters: merged into the weights, or the adapters alone, which SGLang adds itself. "
+            "The second sends a few MB per update and costs time per token.",
+            choices=("merged", "adapter"),
+        ),
         Flag("--lora-exclude-modules", text, nargs="*", help="Modules without adapters among the target modules."),
     ),
 )

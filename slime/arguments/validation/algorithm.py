@@ -180,7 +180,11 @@ def _complete_lora(args: Namespace, problems: Problems) -> None:
         for flag, value in (("--lora-alpha", args.lora_alpha), ("--lora-exclude-modules", args.lora_exclude_modules)):
             if value is not None:
                 problems.add(flag, value, "has no effect without --lora-rank", "add --lora-rank")
+        if args.lora_sync != "merged":
+            problems.add("--lora-sync", args.lora_sync, "has no effect without --lora-rank", "add --lora-rank")
         return
+    if args.lora_sync == "adapter":
+        _check_adapter_sync(args, problems)
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_rank
     if importlib.util.find_spec("peft") is None:
@@ -192,6 +196,24 @@ def _complete_lora(args: Namespace, problems: Problems) -> None:
             "excludes --true-on-policy-mode: engines have merged weights, the trainer adapters beside them",
             "leave one of the two out",
         )
+
+
+def _check_adapter_sync(args: Namespace, problems: Problems) -> None:
+    asked = vars(args)
+    for broken, rule, fix in (
+        (args.rollout_engine != "sglang", "needs engines that add adapters themselves", "use --rollout-engine sglang"),
+        (args.rollout_external, "excludes --rollout-external", "use merged"),
+        (args.update_weight_transport == "disk", "excludes --update-weight-transport disk", "leave that out"),
+        (args.check_weight_update_equal, "excludes --check-weight-update-equal", "leave that out"),
+        (
+            args.update_weights_pause_mode not in (None, "abort"),
+            f"excludes --update-weights-pause-mode {args.update_weights_pause_mode}: adapters in use stay",
+            "use abort",
+        ),
+        ((asked.get("sglang_dp_size") or 1) > 1, "excludes --sglang-dp-size", "use more engines"),
+    ):
+        if broken:
+            problems.add("--lora-sync", "adapter", rule, fix)
 
 
 def _check_optimizer(args: Namespace, problems: Problems) -> None:

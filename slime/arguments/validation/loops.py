@@ -25,7 +25,8 @@ def check(args: Namespace, problems: Problems, asynchronous: bool) -> None:
     if background:
         _check_background(args, problems)
     if args.update_weights_pause_mode is None:
-        args.update_weights_pause_mode = "in_place" if background else "abort"
+        keeps_running = background and args.lora_sync == "merged"  # an adapter in use is not replaced
+        args.update_weights_pause_mode = "in_place" if keeps_running else "abort"
     if args.max_weight_staleness is not None and args.rollout_function_path == DEFAULT_ROLLOUT:
         _check_default_rollout(args, problems, asynchronous)
 

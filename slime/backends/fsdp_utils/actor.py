@@ -21,7 +21,7 @@ from slime.backends.fsdp_utils.model import PolicyModel, decoder_layers
 from slime.backends.fsdp_utils.router import RouterTap
 from slime.backends.fsdp_utils.routing import RolloutRouting
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
-from slime.backends.fsdp_utils.weights import ShardedWeights
+from slime.backends.fsdp_utils.weights import AdapterWeights, ShardedWeights
 from slime.modeling.routing_replay import RoutingReplay
 from slime.training.advantages import compute_advantages
 from slime.training.batch import MicroBatch
@@ -250,8 +250,9 @@ class FSDPTrainRayActor(FSDPTrainer):
 
     def _updater_for(self, urls: list[str], engine_slots: list[list[int]], version: int) -> WeightUpdater:
         if self._connections is None:
+            adapters = None if self.lora is None else AdapterWeights(self.weights, self.lora)
             self._connections = EngineConnections(
-                self.args, self.weights, self.rank, self.device, self.role, self.node_address()
+                self.args, self.weights, self.rank, self.device, self.role, self.node_address(), adapters
             )
         return self._connections.connect(urls, engine_slots, version)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from slime.backends.fsdp_utils.lora import split_adapters
+from slime.backends.fsdp_utils.lora import LoraOptions, split_adapters
 from slime.backends.fsdp_utils.model import PolicyModel, local_tensor
 from slime.weight_sync.buckets import TensorSpec
 
@@ -45,7 +46,7 @@ class ShardedWeights:
         plain = [i for i, spec in enumerate(specs) if spec.name not in self.adapters]
         if plain:
             targets = None if out is None else [out[i] for i in plain]
-            self._gather([self.parameters[specs[i].name] for i in plain], targets, self.dtype)
+            self.gather_parameters([self.parameters[specs[i].name] for i in plain], targets, self.dtype)
         for i, spec in enumerate(specs):
             if spec.name in self.adapters:
                 self._merge(spec, None if out is None else out[i])
@@ -58,14 +59,15 @@ class ShardedWeights:
         full = None
         if out is not None:
             full = [torch.empty(tuple(p.shape), dtype=dtype, device=self.device) for p in parts]
-        self._gather(parts, full, dtype)
+        self.gather_parameters(parts, full, dtype)
         if out is not None:
             base, a, b = full
             out.copy_(base.addmm_(b, a, alpha=self.scale))
 
-    def _gather(
+    def gather_parameters(
         self, parameters: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None, dtype: torch.dtype
     ) -> None:
+        """Full `parameters` into `out`; collective."""
         world = self.mesh.size()
         if world == 1 or not isinstance(parameters[0], DTensor):
             if out is not None:
@@ -94,3 +96,35 @@ class ShardedWeights:
         """Wait for copies out of pinned host memory."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+class AdapterWeights:
+    """The adapters alone, under peft's names (`slime.weight_sync.adapter.AdapterSource`)."""
+
+    def __init__(self, weights: ShardedWeights, options: LoraOptions):
+        self.weights = weights
+        self.options = options
+        self.parameters: dict[str, torch.Tensor] = {}
+        for name, adapter in weights.adapters.items():
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            self.parameters[f"{stem}.lora_A.weight"] = adapter.a
+            self.parameters[f"{stem}.lora_B.weight"] = adapter.b
+
+    def tensor_specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, tuple(p.shape), self.weights.dtype) for name, p in self.parameters.items()]
+
+    @torch.no_grad()
+    def gather(self, specs: Sequence[TensorSpec], out: Sequence[torch.Tensor] | None) -> None:
+        self.weights.gather_parameters([self.parameters[spec.name] for spec in specs], out, self.weights.dtype)
+
+    def config(self) -> dict[str, Any]:
+        """As in peft's adapter_config.json."""
+        targets = sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in self.weights.adapters})
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": self.options.rank,
+            "lora_alpha": self.options.alpha,
+            "target_modules": targets,
+            "bias": "none",
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from slime.backends.sglang_utils.cpu import CPU_ENGINE, CPU_FLAGS
 
 QUIET_FLAGS = {"log_level_http": "warning"}
 """A line per request would bury what the log is read for."""
+CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+"""SGLang's own: the cores of each tensor-parallel rank, separated by |."""
 
 
 def launch_command(
@@ -58,6 +61,15 @@ def _own_arguments(
         "enable_memory_saver": args.offload_rollout and args.device == "cuda",
         "enable_return_routed_experts": args.use_rollout_routing_replay,
     }
+    if args.lora_sync == "adapter":
+        own |= {
+            "enable_lora": True,
+            "max_lora_rank": args.lora_rank,
+            "lora_target_modules": ["all"] if args.lora_target_modules == ["all-linear"] else args.lora_target_modules,
+            "max_loras_per_batch": 2,  # the policy's, and requests for the base
+            # Nobody sends the base again after its memory was released.
+            "enable_weights_cpu_backup": own["enable_memory_saver"],
+        }
     mode = vars(args).get("sglang_disaggregation_mode")  # of a server that does half of each request
     if mode is not None:
         own["disaggregation_mode"] = mode
@@ -89,6 +101,10 @@ def launch_env(args: Namespace, gpus: Sequence[str]) -> dict[str, str]:
         env["SGLANG_ENABLE_DISAGG_SAMPLING_MASK"] = "1"
     if args.device == "cpu":
         env[CPU_ENGINE] = "1"
+        if args.rollout_num_gpus_per_engine > 1 and CPU_CORES not in os.environ:
+            # By default SGLang takes no more ranks than the machine has NUMA nodes.
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            env[CPU_CORES] = "|".join([cores] * args.rollout_num_gpus_per_engine)
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return env
