@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 checkpoint with a word-level tokenizer and a chat template, for tests and benchmarks."""
+"""Tiny random Qwen3 checkpoints with a word-level tokenizer and a chat template, for tests and benchmarks."""
 
 import torch
 
@@ -49,4 +49,28 @@ def save_tiny_model(path: str, seed: int = 0, **overrides) -> None:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **overrides}))
     model.save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+
+
+def save_tiny_moe(path: str, seed: int = 0, **overrides) -> None:
+    """The same with four experts per layer, two of which take each token; `overrides` go to Qwen3MoeConfig."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = dict(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        eos_token_id=3,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **overrides})).save_pretrained(path)
     build_tokenizer().save_pretrained(path)

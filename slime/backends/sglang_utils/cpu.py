@@ -2,7 +2,8 @@
 
 SGLang imports two packages at start whose PyPI wheels need CUDA, although nothing of them is called on this path:
 sgl_kernel, and torchvision (for images). Where they are not installed, stand-ins let SGLang be imported; a torchvision
-for CUDA is completed instead (releases up to 0.5.20 need one). On a GPU machine nothing here has any effect.
+for CUDA is completed instead (releases up to 0.5.20 need one). Host memory that it registers with the CUDA driver, for
+faster copies to the device, stays as it is. On a GPU machine nothing here has any effect.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def install_shims() -> None:
     if os.environ.get(CPU_ENGINE) != "1" or "sgl_kernel" in sys.modules:
         return
     sys.modules["sgl_kernel"] = StandIn("sgl_kernel", suffix="_cpu")
+    _register_nothing()
     if importlib.util.find_spec("torchvision") is not None:
         complete_torchvision()
         return
@@ -71,6 +73,15 @@ def install_shims() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
+
+
+def _register_nothing() -> None:
+    """Registering host memory succeeds without an effect: there is no device to copy to."""
+    import torch
+
+    if not torch.cuda.is_available():
+        names = ("cudaHostRegister", "cudaHostUnregister")
+        torch.cuda.cudart = lambda: types.SimpleNamespace(**dict.fromkeys(names, lambda *args: 0))
 
 
 def complete_torchvision() -> None:
