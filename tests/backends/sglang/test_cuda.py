@@ -1,104 +1,132 @@
-"""What stock SGLang does on a GPU only: samples that depend on their seed alone, draft tokens, and what a token was
-sampled among by its GPU samplers."""
+"""A trainer and a stock SGLang server on one GPU: FP8 weights, experts one by one, adapters."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from slime.arguments.parser import resolve
+from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.backends.sglang_utils.command import launch_command, launch_env
 from slime.backends.sglang_utils.compat import installed_version
-from slime.observability.rollout_metrics import engine_metrics
-from slime.rollout.generation import generate
-from slime.utils.async_utils import run
-from slime.utils.types import Sample
+from slime.utils.served_models import ADAPTER_NAME, one_group
+from slime.weight_sync.fp8 import dequantise, is_quantised_by_default, quantise
+from slime.weight_sync.fp8_files import to_fp8
+from tests.backends.test_cuda import masters, served_log_probs
+from tests.backends.trainers import make_trainer, run_world, trainer_args
 from tests.conformance.servers import SGLangServer
-from tests.rollout.support import make_args
-from tests.tiny_model import save_tiny_model
+from tests.tiny_model import save_tiny_model, save_tiny_moe
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available() or installed_version() is None, reason="needs a GPU and SGLang"),
 ]
-CUDA_WORDS = "--device cuda --dtype float32 --rollout-engine sglang --sglang-mem-fraction-static 0.3".split()
-ATTENTION = ("--sglang-attention-backend", "triton")
-"""For heads of any width, in fp32 too."""
+
+ENGINE = """
+    --device cuda --dtype bfloat16 --rollout-engine sglang --sglang-mem-fraction-static 0.3
+    --sglang-max-total-tokens 8192 --sglang-max-running-requests 8 --sglang-attention-backend triton
+    --sglang-sampling-backend pytorch --sglang-grammar-backend none --sglang-disable-cuda-graph
+    --sglang-mm-feature-transport cpu
+""".split()
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 4, "vocab_size": 512, "num_hidden_layers": 4}
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+LORA = ("--lora-rank", "8", "--lora-sync", "adapter")
 
 
 class CudaServer(SGLangServer):
-    words: tuple[str, ...] = ()
+    """Launched as slime's engine actor does it, on GPU 0."""
 
-    def command(self, model_path):
-        args = resolve([*CUDA_WORDS, *ATTENTION, *self.words, "--hf-checkpoint", model_path])
+    flags: tuple[str, ...] = ()
+
+    def command(self, model_path: str) -> tuple[list[str], dict[str, str]]:
+        args = resolve([*ENGINE, *self.flags, "--hf-checkpoint", model_path])
         args.offload_rollout = False
-        return launch_command(args, rank=0, host="127.0.0.1"), launch_env(args, [])
+        return launch_command(args, rank=0, host="127.0.0.1"), launch_env(args, ["0"])
+
+    def log_probs(self, **fields) -> tuple[list[int], torch.Tensor, str]:
+        """Tokens of a greedy continuation, their log-probs, and the version of the weights."""
+        params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+        payload = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, **fields}
+        reply = self.ok("/generate", payload)
+        scored = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+        return PROMPT + reply["output_ids"], scored, reply["meta_info"]["weight_version"]
 
 
-class SeededServer(CudaServer):
-    words = ("--sglang-enable-deterministic-inference",)
+def push(rank, world_size, port, model_dir, served_dir, url, flags):
+    """Perturb the trainer's weights, push them; what the engine should hold."""
+    args = trainer_args(
+        model_dir, "--device", "cuda", *flags[:2], colocate=True, rollout_engine="sglang",
+        served_models=one_group(served_dir, 1, 1), update_weight_buffer_size=4_000_000,
+        lora_sync="adapter" if flags else "merged",
+    )  # fmt: skip
+    trainer = make_trainer(FSDPTrainRayActor, args, rank, world_size, port)
+    trainer.node_address = lambda: "127.0.0.1"
+    generator = torch.Generator("cuda").manual_seed(1)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator, device="cuda") * 0.02
+            parameter.data.add_(noise.to(parameter.dtype))
+    trainer.set_rollout_engines([url], [[0]])
+    first = trainer.update_weights()
+    second = trainer.update_weights()
+    specs = trainer.weights.tensor_specs()
+    out = [torch.empty(spec.shape, dtype=torch.bfloat16, device="cuda") for spec in specs]
+    trainer.weights.gather(specs, out)
+    held = {spec.name: tensor.float().cpu() for spec, tensor in zip(specs, out, strict=True)}
+    held = held if flags else masters(trainer)
+    trainer.dispose()
+    return held, first, second
 
 
-class DraftingServer(CudaServer):
-    words = ("--sglang-speculative-algorithm", "NGRAM", "--sglang-speculative-num-draft-tokens", "4")
+def expected_log_probs(rank, world_size, port, weights, model_dir, ids):
+    return served_log_probs({name: tensor.cuda() for name, tensor in weights.items()}, model_dir, ids)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("model"))
-    save_tiny_model(path, hidden_size=256, num_attention_heads=4, head_dim=64)
-    return path
-
-
-@pytest.fixture
-def start(model_dir, tmp_path):
-    servers = []
-
-    def start(kind):
-        servers.append(kind(model_dir, tmp_path))
-        return servers[-1].wait()
-
-    yield start
-    for server in servers:
+def run_case(tmp_path: Path, model_dir: str, served_dir: str, flags=(), adapt=lambda name, weight: weight, **fields):
+    """Largest difference to the pushed weights, and to the ones from before."""
+    server = CudaServer.__new__(CudaServer)
+    server.flags = tuple(flags)
+    CudaServer.__init__(server, served_dir, tmp_path)
+    try:
+        server.wait()
+        _, before, _ = server.log_probs()
+        ((held, first, second),) = run_world(push, 1, model_dir, served_dir, server.url, tuple(flags))
+        ids, after, version = server.log_probs(**fields)
+    finally:
         server.stop()
+    assert version == "2"
+    pushed = {name: adapt(name, weight) for name, weight in held.items()}
+    (expected,) = run_world(expected_log_probs, 1, pushed, model_dir, ids)
+    print(f"sync {first['perf/update_weights_time']:.3f} then {second['perf/update_weights_time']:.3f} s,", end=" ")
+    print(f"{second['perf/update_weights_bytes'] / 1e6:.1f} MB")
+    return (after - expected[-len(after) :]).abs().max(), (after - before).abs().max()
 
 
-def test_samples_depend_on_their_seeds_alone(start):
-    server = start(SeededServer)
-    prompt = list(range(10, 40))
-
-    def sampled(seeds: list[int]):
-        params = [{"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": seed} for seed in seeds]
-        body = {"input_ids": [prompt] * len(seeds), "sampling_params": params, "return_logprob": True}
-        return [(r["output_ids"], r["meta_info"]["output_token_logprobs"]) for r in server.ok("/generate", body)]
-
-    many = sampled(list(range(24)))
-    assert len({tuple(ids) for ids, _ in many}) == 24
-    assert sampled([7]) == [many[7]] and sampled([3, 900, 11])[::2] == [many[3], many[11]]
+def through_fp8(name: str, weight: torch.Tensor) -> torch.Tensor:
+    return dequantise(*quantise(weight.bfloat16())) if is_quantised_by_default(name, tuple(weight.shape)) else weight
 
 
-def test_accepted_drafts_reach_the_metrics(start, model_dir):
-    server = start(DraftingServer)
-    args = make_args(hf_checkpoint=model_dir, sglang_router_port=int(server.url.rpartition(":")[2]))
-    sample = Sample(tokens=[5, 6, 7, 8] * 8)
-    run(generate(args, sample, {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}))
-    info, metrics = sample.spec_info, engine_metrics([sample])
-    assert info["completion_tokens"] == 200 and 0 < info["verify_steps"] <= 200
-    assert info["accepted_tokens"] <= info["draft_tokens"]
-    assert 0 <= metrics["spec_accept_rate"] <= 1 and metrics["spec_accept_length"] == 200 / info["verify_steps"]
+def test_fp8_engine(tmp_path):
+    """The engine computes with FP8 activations too: a little further from the weights than bf16."""
+    model_dir, fp8_dir = tmp_path / "bf16", tmp_path / "fp8"
+    save_tiny_model(str(model_dir), **SIZES)
+    to_fp8(model_dir, fp8_dir)
+    distance, change = run_case(tmp_path, str(model_dir), str(fp8_dir), adapt=through_fp8)
+    assert distance < 0.25 < change, (distance, change)
 
 
-def test_what_a_token_was_sampled_among(start, model_dir):
-    from transformers import AutoModelForCausalLM
+def test_experts_one_by_one(tmp_path):
+    model_dir = str(tmp_path / "moe")
+    save_tiny_moe(model_dir, hidden_size=256, moe_intermediate_size=128, head_dim=64, num_attention_heads=4)
+    distance, change = run_case(tmp_path, model_dir, model_dir)
+    assert distance < 0.1 < change, (distance, change)
 
-    server = start(CudaServer)
-    prompt, params = list(range(10, 40)), {"max_new_tokens": 32, "top_p": 0.6, "top_k": 20, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "return_sampling_mask": True}
-    reply = server.ok("/generate", body)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + reply["output_ids"]])).logits[0, len(prompt) - 1 : -1].double()
-    meta = reply["meta_info"]
-    sets, among = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
-    for row, token, kept, logprob in zip(logits, reply["output_ids"], sets, among, strict=True):
-        assert token in kept and len(kept) <= 20
-        assert logprob == pytest.approx((row[token] - row[kept].logsumexp(0)).item(), abs=5e-3)
+
+def test_adapters(tmp_path):
+    """Requests name the adapter; those that do not get the base."""
+    model_dir = str(tmp_path / "base")
+    save_tiny_model(model_dir, **SIZES)
+    distance, change = run_case(tmp_path, model_dir, model_dir, flags=LORA, lora_path=ADAPTER_NAME)
+    assert distance < 0.1 < change, (distance, change)
