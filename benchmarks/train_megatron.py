@@ -120,7 +120,7 @@ def _process(rank: int, options: Namespace, model: str, queue) -> None:
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as model:
-        save_model(model, options.shape, options.tokens)
+        save_model(model, options.shape, options.tokens, options.device)
         if options.gpus == 1:
             result = measure(0, options, model)
         else:
