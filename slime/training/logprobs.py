@@ -6,6 +6,9 @@ the chunk, whatever the sequence length and vocabulary.
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from slime.training.kept_tokens import KeptTokens
@@ -98,19 +101,45 @@ def _restricted(logits: torch.Tensor, kept: KeptTokens | None, rows: slice, targ
     return logits if kept is None else kept.restrict(logits, rows.start, targets[rows])
 
 
-def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out) -> None:
-    """Write one chunk's rows; `entropy_out` None leaves the entropy out."""
+def _kernels(logits: torch.Tensor) -> ModuleType | None:
+    """What computes chunks of 16-bit logits on a GPU."""
+    return _load_kernels() if logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16) else None
+
+
+@cache
+def _load_kernels() -> ModuleType | None:
+    try:
+        from slime.training import logprob_kernels
+    except ModuleNotFoundError:  # a PyTorch without Triton
+        return None
+    return logprob_kernels
+
+
+def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out) -> None:
+    """Write one chunk's rows; `entropy_out` None leaves the entropy out. Only kernels need the log-sums."""
+    kernels = _kernels(logits)
+    if kernels is not None:
+        kernels.forward(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out)
+        return
     log_probs = _log_softmax(logits, temperature)
     log_probs_out.copy_(log_probs.gather(-1, targets[:, None]).squeeze(-1))
     if entropy_out is not None:
         entropy_out.copy_(torch.special.entr(log_probs.exp_()).sum(-1))
 
 
-def _backward_chunk(logits, targets, temperature, grad_log_probs, entropy, grad_entropy) -> torch.Tensor:
-    """Gradient of one chunk's logits, in math precision; `grad_entropy` None where the entropy has none.
+def _backward_chunk(
+    logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy, out=None
+) -> torch.Tensor:
+    """Gradient of one chunk's logits; `grad_entropy` None where the entropy has none.
 
+    In `out`; without it kernels write it over `logits`, else it is a tensor in math precision.
     d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature.
     """
+    kernels = _kernels(logits)
+    if kernels is not None:
+        out = logits if out is None else out
+        kernels.backward(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy, out)
+        return out
     probs = _log_softmax(logits, temperature).exp_()
     if grad_entropy is None:
         grad = probs.mul_(-grad_log_probs[:, None])
@@ -119,13 +148,17 @@ def _backward_chunk(logits, targets, temperature, grad_log_probs, entropy, grad_
         grad = torch.special.entr(probs).sub_(probs * entropy[:, None]).mul_(grad_entropy[:, None])
         grad.sub_(probs.mul_(grad_log_probs[:, None]))
     grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
-    return grad if temperature == 1.0 else grad.div_(temperature)
+    if temperature != 1.0:
+        grad.div_(temperature)
+    return grad if out is None else out.copy_(grad)
 
 
-def _outputs(inputs: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _outputs(inputs: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probs, entropy, log-sums of all rows, to be written."""
     options = {"dtype": _math_dtype(inputs.dtype), "device": inputs.device}
     rows = inputs.shape[0]
-    return torch.empty(rows, **options), torch.empty(rows if with_entropy else 0, **options)
+    sizes = (rows, rows if with_entropy else 0, rows)
+    return tuple(torch.empty(size, **options) for size in sizes)
 
 
 def _chunks(rows: int, size: int) -> list[slice]:
@@ -135,12 +168,12 @@ def _chunks(rows: int, size: int) -> list[slice]:
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size, kept):
-        log_probs, entropy = _outputs(hidden, with_entropy)
+        log_probs, entropy, log_sums = _outputs(hidden, with_entropy)
         for rows in _chunks(hidden.shape[0], chunk_size):
             logits = _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), kept, rows, targets)
             out = entropy[rows] if with_entropy else None
-            _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+            _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out, log_sums[rows])
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_sums)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -148,7 +181,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, log_sums = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         dtype = _math_dtype(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -159,12 +192,13 @@ class _HeadLogProbs(torch.autograd.Function):
                 _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), ctx.kept, rows, targets),
                 targets[rows],
                 ctx.temperature,
+                log_sums[rows],
                 grad_log_probs[rows],
                 entropy[rows] if ctx.entropy_grad else None,
                 grad_entropy[rows] if ctx.entropy_grad else None,
             )
             if want_bias:
-                grad_bias += grad.sum(0)
+                grad_bias += grad.sum(0, dtype=dtype)
             grad = grad.to(hidden.dtype)
             if want_hidden:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -190,13 +224,12 @@ def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature, with_entropy, entropy_grad, chunk_size, kept):
-        log_probs, entropy = _outputs(logits, with_entropy)
+        log_probs, entropy, log_sums = _outputs(logits, with_entropy)
         for rows in _chunks(logits.shape[0], chunk_size):
             out = entropy[rows] if with_entropy else None
-            _forward_chunk(
-                _restricted(logits[rows], kept, rows, targets), targets[rows], temperature, log_probs[rows], out
-            )
-        ctx.save_for_backward(logits, targets, entropy)
+            chunk = _restricted(logits[rows], kept, rows, targets)
+            _forward_chunk(chunk, targets[rows], temperature, log_probs[rows], out, log_sums[rows])
+        ctx.save_for_backward(logits, targets, entropy, log_sums)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -204,15 +237,17 @@ class _LogitsLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, targets, entropy = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
+        logits, targets, entropy, log_sums = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _chunks(logits.shape[0], ctx.chunk_size):
-            grad_logits[rows] = _backward_chunk(
+            _backward_chunk(
                 _restricted(logits[rows], ctx.kept, rows, targets),
                 targets[rows],
                 ctx.temperature,
+                log_sums[rows],
                 grad_log_probs[rows],
                 entropy[rows] if ctx.entropy_grad else None,
                 grad_entropy[rows] if ctx.entropy_grad else None,
+                out=grad_logits[rows],
             )
         return grad_logits, None, None, None, None, None, None
