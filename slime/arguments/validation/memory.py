@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 from argparse import Namespace
@@ -22,6 +23,7 @@ from slime.utils.memory_plan import (
 from slime.utils.served_models import ServedModel, engine_args, policy_model
 
 
+@functools.cache
 def gpu_memory() -> int | None:
     """Bytes of the smallest GPU of this machine, by its driver; None without one."""
     if shutil.which("nvidia-smi") is None:
