@@ -2,11 +2,12 @@
 
     python -m benchmarks.soak                                  # 200 rollouts, 20 kills, 3 hanging rewards
     python -m benchmarks.soak --rollouts 30 --kills 5 --hangs 1
+    python -m benchmarks.soak --fully-async --name soak-fully-async    # generation never stops, age is bounded
 
-The asynchronous loop with partial rollouts and two engines. Engine servers are killed (or stopped) at random. A
-reward call that hangs ends the run after `--rm-timeout-secs`; it is resumed from its last checkpoint. At the end:
-every sample was trained on exactly once or waits in the buffer, the memory of each process was flat, no process and no
-port is left.
+The asynchronous loop with partial rollouts (or with generation that never stops) and two engines. Engine servers are
+killed (or stopped) at random. A reward call that hangs ends the run after `--rm-timeout-secs`; it is resumed from its
+last checkpoint. At the end: every sample was trained on exactly once or waits in the buffer, the memory of each
+process was flat, no process and no port is left.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tests.system.runs import TrainRun, read_jsonl
 from tests.tiny_model import save_tiny_model
 
 GROUPS, SAMPLES, OVER_SAMPLING = 4, 4, 6
+FULLY_ASYNC = ["--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout"]
+FULLY_ASYNC += ["--max-weight-staleness", "2"]
 KINDS = {
     "driver": "train_async.py",
     "rollout-manager": "ray::RolloutManager",
@@ -105,10 +108,11 @@ def last_lines(run: TrainRun) -> dict[int, list[int]]:
 def flags(args: argparse.Namespace, save: Path) -> list[Any]:
     return [
         "--rollout-num-gpus", 2, "--num-rollout", args.rollouts, "--save", save, "--save-interval", 5,
-        "--partial-rollout", "--over-sampling-batch-size", OVER_SAMPLING, "--rollout-shuffle",
+        "--over-sampling-batch-size", OVER_SAMPLING, "--rollout-shuffle",
         "--use-fault-tolerance", "--rollout-health-check-interval", 2, "--rollout-health-check-timeout", 10,
         "--rollout-health-check-first-wait", 0, "--rm-timeout-secs", 10,
         "--custom-rm-path", "benchmarks.soak_rewards.sometimes_hangs",
+        *(FULLY_ASYNC if args.fully_async else ["--partial-rollout"]),
     ]  # fmt: skip
 
 
@@ -187,6 +191,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--hangs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fully-async", action="store_true")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds for one part of the run")
     parser.add_argument("--name", default="soak", help="of the result file")
     args = parser.parse_args()
@@ -215,7 +220,7 @@ def main() -> int:
     problems += ["rollouts missing"] if samples["rollouts"] != args.rollouts else []
     results["problems"] = problems
     print(json.dumps(results, indent=2))
-    settings = {"rollouts": args.rollouts, "kills": args.kills, "hangs": args.hangs, "seed": args.seed}
+    settings = {key: getattr(args, key) for key in ("rollouts", "kills", "hangs", "seed", "fully_async")}
     write_result(args.name, {"settings": settings, "results": results, "environment": describe("torch", "ray")})
     if problems:
         print(f"FAILED: {problems}; the run is in {root}", file=sys.stderr)
