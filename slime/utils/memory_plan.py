@@ -141,6 +141,15 @@ def engine_weight_bytes(size: ModelSize, args: Namespace) -> float:
     return total / args.rollout_num_gpus_per_engine
 
 
+def engine_kv_bytes(size: ModelSize, args: Namespace) -> int:
+    """KV cache of one token on one GPU of an engine with these arguments."""
+    given = vars(args)
+    replicas = max(given.get("sglang_dp_size") or 1, given.get("sglang_attn_dp_size") or 1)
+    fp8 = (given.get("sglang_kv_cache_dtype") or "auto").startswith("fp8")
+    dtype_bytes = 1 if fp8 else BYTES[args.sglang_dtype or args.dtype]
+    return size.kv_bytes_per_token(max(1, args.rollout_num_gpus_per_engine // replicas), dtype_bytes)
+
+
 def serving_phase(size: ModelSize, args: Namespace, name: str, gpu_bytes: int | None, beside: float) -> Phase:
     """One GPU of an engine; `args` as the engine reads them. `beside`: what a sleeping trainer takes there."""
     weights, fraction = engine_weight_bytes(size, args), args.sglang_mem_fraction_static

@@ -8,7 +8,7 @@ import pytest
 
 from slime.arguments.problems import Problems
 from slime.arguments.validation import memory
-from slime.utils.memory_plan import GIB, read_size
+from slime.utils.memory_plan import GIB, engine_kv_bytes, read_size
 
 pytestmark = pytest.mark.unit
 MIB = 1024**2
@@ -153,6 +153,14 @@ def test_refusals_have_the_arithmetic(load):
     assert "do not fit 79.6" in message and "use at most 0.96" in message
     message = refusal(load(), 8 * GIB)
     assert "training needs parameters 2.2 + gradients 2.2 + optimizer 4.4 + CUDA context 1.9 = 10.8 GiB" in message
+
+
+def test_kv_cache_of_an_engine(load, model):
+    args, size = load(), read_size(model)
+    args.rollout_num_gpus_per_engine, args.sglang_dp_size = 8, None
+    assert engine_kv_bytes(size, args) == 28 * 2 * 128 * 2
+    args.sglang_kv_cache_dtype, args.sglang_dp_size = "fp8_e4m3", 8  # attention is not cut
+    assert engine_kv_bytes(size, args) == 28 * 2 * 8 * 128
 
 
 def test_a_checkpoint_that_does_not_tell_its_size(setup):

@@ -9,13 +9,13 @@ from argparse import Namespace
 
 from slime.arguments.problems import Problems
 from slime.utils.memory_plan import (
-    BYTES,
     ENGINE_WORKSPACE,
     GIB,
     MARGIN_TOKENS,
     TRAINER_ASLEEP,
     MemoryPlan,
     ModelSize,
+    engine_kv_bytes,
     engine_weight_bytes,
     predict,
     read_size,
@@ -103,7 +103,7 @@ def _check_engines(args: Namespace, model: ServedModel, size: ModelSize, gpu_byt
         static, weights = fraction * gpu_bytes, engine_weight_bytes(size, own)
         product = f"{fraction:g} x {gpu_bytes / GIB:.1f} GiB = {static / GIB:.1f} GiB"
         shown = f"weights of {weights / GIB:.1f} GiB" + (f" (1/{tp} of the model)" if tp > 1 else "")
-        kv_token = size.kv_bytes_per_token(tp, BYTES[own.sglang_dtype or own.dtype])
+        kv_token = engine_kv_bytes(size, own)
         longest = (args.rollout_max_prompt_len or 0) + args.rollout_max_response_len + MARGIN_TOKENS
         beside = TRAINER_ASLEEP if shares else 0.0
         if static < weights:
