@@ -125,7 +125,7 @@ def slime(command: str, flags: list[str], log: Path) -> float:
     """Run `slime COMMAND`; the seconds it took. Its output goes to `log`.
 
     Raises:
-        SystemExit: it failed; says how its output ends.
+        RuntimeError: it failed; says how its output ends.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -138,8 +138,8 @@ def slime(command: str, flags: list[str], log: Path) -> float:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
     if done.returncode != 0:
-        raise SystemExit(
-            f"slime {command} {' '.join(flags)}\n{log.read_text()[-4000:]}\nexited with {done.returncode}"
+        raise RuntimeError(
+            f"slime {' '.join([command, *flags])} exited with {done.returncode}:\n{log.read_text()[-4000:]}"
         )
     return time.monotonic() - started
 
@@ -179,7 +179,7 @@ def outcome(name: str, directory: Path, seconds: float) -> dict:
     def mean(key: str) -> float:
         values = series(f"train/{key}")
         if not values:
-            raise SystemExit(f"{name}: the run has no metric train/{key}")
+            raise RuntimeError(f"the run has no metric train/{key}")
         return round(sum(values) / len(values), 5)
 
     greedy, sampled = series(f"eval/{GREEDY}"), series(f"eval/{SAMPLED}")
@@ -209,20 +209,33 @@ def main() -> None:
     directory = options.work_dir.resolve() if options.work_dir else Path(tempfile.mkdtemp(prefix="slime-algorithms-"))
     prepare(directory, options.rollouts)
     for name in options.only:
-        if ALGORITHMS[name].teacher and not AlgorithmPaths(directory, "grpo").rl_model.exists():
+        made = "grpo" in options.only or AlgorithmPaths(directory, "grpo").rl_model.exists()
+        if ALGORITHMS[name].teacher and not made:
             parser.error(f"{name} distils the model of the run grpo, which {directory} does not have: run it first")
-        algorithm = ALGORITHMS[name]
-        command = "train-async" if algorithm.stale else "train"
-        flags = flags_of(name, directory, options.rollouts)
-        result = outcome(name, directory, slime(command, flags, directory / f"{name}.log"))
-        first, last = result["held_out_greedy"]
-        verdict = "learns" if result["learns"] else "DOES NOT LEARN"
-        print(
-            f"{name}: {first:.2f} -> {last:.2f} in {result['seconds']} s, {verdict}, {result['mean_metrics']}",
-            flush=True,
-        )
+    failed = []
+    for name in options.only:
+        try:
+            result = run(name, directory, options.rollouts)
+        except RuntimeError as error:
+            print(f"{name}: {error}", flush=True)
+            failed.append(name)
+            continue
         if not options.no_result:
             keep(name, result, options.rollouts)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def run(name: str, directory: Path, rollouts: int) -> dict:
+    """One algorithm's run; what its metrics say."""
+    command = "train-async" if ALGORITHMS[name].stale else "train"
+    result = outcome(name, directory, slime(command, flags_of(name, directory, rollouts), directory / f"{name}.log"))
+    first, last = result["held_out_greedy"]
+    verdict = "learns" if result["learns"] else "DOES NOT LEARN"
+    print(
+        f"{name}: {first:.2f} -> {last:.2f} in {result['seconds']} s, {verdict}, {result['mean_metrics']}", flush=True
+    )
+    return result
 
 
 def keep(name: str, result: dict, rollouts: int) -> None:
