@@ -29,6 +29,8 @@ def config_overrides(args: Namespace) -> dict[str, Any]:
         # Losses come as their share of the whole step: gradients are summed, never averaged.
         "calculate_per_token_loss": True,
     }
+    if args.use_routing_replay or args.use_rollout_routing_replay:
+        fields["moe_enable_routing_replay"] = True
     if args.recompute_granularity is not None:
         fields["recompute_granularity"] = args.recompute_granularity
     if args.recompute_method is not None:
