@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from safetensors.torch import load_file
 
 from slime.engine.weight_groups import join_group
-from slime.weight_sync.disk_format import Manifest, VersionWriter
+from slime.weight_sync.disk_format import Manifest, VersionWriter, as_bytes
 from tests.conformance.requests import LONG_PROMPT, TOLERANCE, bucket, encode, error_to, start_long
 from tests.conformance.test_control import push_all
 
@@ -78,15 +79,36 @@ def test_disk(server, other_model_dir, other_model, flush):
     assert is_from(other_model, server.generate(LONG_PROMPT, **SAMPLED))
 
 
-def test_published_versions_are_pulled(server, other_model_dir, other_weights, other_model, tmp_path):
-    writer = VersionWriter(tmp_path / "shared", Manifest(4, "run", None, "xor", "xxh3-128"), other_model_dir)
-    writer.add_full(dict(other_weights))
-    writer.publish()
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_published_versions_are_pulled(
+    server, tiny_model_dir, other_weights, other_model, hf_model, tmp_path, encoding
+):
+    """A full version and a delta at once, then a delta alone."""
+    first = load_file(f"{tiny_model_dir}/model.safetensors")
     places = {"local_checkpoint_dir": str(tmp_path / "local"), "source_dir": str(tmp_path / "shared")}
-    checkpoint = server.ok("/pull_weights", {**places, "target_version": 4})["model_path"]
-    server.ok("/update_weights_from_disk", {"model_path": checkpoint, "weight_version": "4"})
+
+    def publish(version, base, old, new):
+        manifest = Manifest(version, "run", base, encoding, "xxh3-128")
+        writer = VersionWriter(tmp_path / "shared", manifest, tiny_model_dir)
+        if base is None:
+            writer.add_full(new)
+        else:
+            writer.add_delta(*({name: as_bytes(t) for name, t in weights.items()} for weights in (old, new)))
+        writer.publish()
+
+    def update(version):
+        path = server.ok("/pull_weights", {**places, "target_version": version})["model_path"]
+        server.ok("/update_weights_from_disk", {"model_path": path, "weight_version": str(version)})
+
+    server.generate(LONG_PROMPT, **SAMPLED)
+    publish(3, None, None, first)
+    publish(4, 3, first, other_weights)
+    update(4)
     check_fresh(server, other_model, "4")
-    assert "weight_v000005 is missing" in server.error("/pull_weights", {**places, "target_version": 5}, status=409)
+    publish(5, 4, other_weights, first)
+    update(5)
+    check_fresh(server, hf_model, "5")
+    assert "weight_v000006 is missing" in server.error("/pull_weights", {**places, "target_version": 6}, status=409)
     server.error("/pull_weights", places)
 
 
