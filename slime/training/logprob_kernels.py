@@ -126,7 +126,8 @@ def backward(
 ) -> None:
     """Write the gradient of the logits, in the precision of `out_NV`, which may be `logits_NV` itself.
 
-    `entropy_N` and `grad_entropy_N` are None where the entropy has no gradient.
+    `entropy_N` and `grad_entropy_N` are None where the entropy has no gradient. A target of -1 is none of these
+    tokens.
     """
     logits_NV, targets_N = _dense_rows(logits_NV), targets_N.contiguous()
     rows, vocab = logits_NV.shape

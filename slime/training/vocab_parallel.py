@@ -1,7 +1,7 @@
 """Log-prob and entropy where every rank of a group has the output matrix for a part of the vocabulary.
 
-As `slime.training.logprobs.token_log_probs`, logits of a chunk of rows are computed, reduced and dropped; a chunk
-costs two small all-reduces and backward none.
+As `slime.training.logprobs.token_log_probs`, logits of a chunk of rows are computed, reduced and dropped. Each rank
+summarises its part of the vocabulary; two small all-reduces put the summaries together, and backward needs none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slime.training.kept_tokens import KeptTokens
-from slime.training.logprobs import _add_matmul, _chunk_rows, _chunks, _math_dtype
+from slime.training.logprobs import _add_matmul, _chunk_rows, _chunks, _kernels, _math_dtype
 
 
 def vocab_parallel_log_probs(
@@ -50,7 +50,7 @@ def vocab_parallel_log_probs(
 
 @dataclass(frozen=True)
 class _Logits:
-    """This rank's logits of a chunk of rows, divided by the temperature, in math precision."""
+    """This rank's logits of a chunk of rows, not divided by the temperature."""
 
     temperature: float
     first_token: int
@@ -59,69 +59,116 @@ class _Logits:
     kept: KeptTokens | None
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        z = torch.nn.functional.linear(hidden[rows], weight).to(_math_dtype(hidden.dtype))
-        if self.temperature != 1.0:
-            z = z / self.temperature
-        return z if self.kept is None else self._restricted(z, rows)
+        logits = torch.nn.functional.linear(hidden[rows], weight)
+        return logits if self.kept is None else self._restricted(logits, rows)
 
-    def _restricted(self, z: torch.Tensor, rows: slice) -> torch.Tensor:
+    def _restricted(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
         """-inf for what could not be sampled."""
         offsets = self.kept.offsets[rows.start : rows.stop + 1]
-        owner = torch.arange(len(z)).repeat_interleave(offsets.diff()).to(z.device)
+        owner = torch.arange(len(logits)).repeat_interleave(offsets.diff()).to(logits.device)
         ids = self.kept.ids[int(offsets[0]) : int(offsets[-1])] - self.first_token
-        here = (ids >= 0) & (ids < z.shape[1])
-        allowed = torch.zeros_like(z, dtype=torch.bool)
+        here = (ids >= 0) & (ids < logits.shape[1])
+        allowed = torch.zeros_like(logits, dtype=torch.bool)
         allowed[owner[here], ids[here]] = True
         targets = self.targets[rows]
-        here = (targets >= 0) & (targets < z.shape[1])
+        here = (targets >= 0) & (targets < logits.shape[1])
         allowed[here.nonzero().squeeze(-1), targets[here]] = True
-        return z.masked_fill(~allowed, -torch.inf)
+        return logits.masked_fill(~allowed, -torch.inf)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, logits, group, entropy_grad, chunk_size):
-        rows, options = len(hidden), {"dtype": _math_dtype(hidden.dtype), "device": hidden.device}
-        # Per row: log of the softmax's denominator, mean of z = logits / temperature under it, the target's z.
-        log_sums, means, picked = (torch.empty(rows, **options) for _ in range(3))
         owned = (logits.targets >= 0) & (logits.targets < len(weight))
-        local = torch.where(owned, logits.targets, 0)
-        for part in _chunks(rows, chunk_size):
-            z = logits(hidden, weight, part)
-            top = z.amax(-1) if len(weight) else torch.full((len(z),), -torch.inf, **options)
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            z = z - top[:, None]
-            target = z.gather(-1, local[part, None]).squeeze(-1) if len(weight) else torch.zeros_like(top)
-            weights = z.exp()
-            # w log w is 0 where w underflows; w * z need not be.
-            mean = -torch.special.entr(weights).sum(-1)
-            sums = torch.stack([weights.sum(-1), mean, torch.where(owned[part], target, 0.0)])
-            dist.all_reduce(sums, group=group)
-            log_sums[part] = sums[0].log() + top
-            means[part] = sums[1] / sums[0] + top
-            picked[part] = sums[2] + top
-        entropy = log_sums - means
-        ctx.save_for_backward(hidden, weight, local, owned, log_sums, entropy)
+        targets = torch.where(owned, logits.targets, -1)
+        # Of this rank's part alone: log softmax of the target, entropy, log sum exp.
+        options = {"dtype": _math_dtype(hidden.dtype), "device": hidden.device}
+        picked, entropies = (torch.zeros(len(hidden), **options) for _ in range(2))
+        log_sums = torch.full_like(picked, -torch.inf)
+        for rows in _chunks(len(hidden), chunk_size) if len(weight) else []:
+            _summarise(
+                logits(hidden, weight, rows),
+                targets[rows].clamp(min=0),
+                logits.temperature,
+                picked[rows],
+                entropies[rows],
+                log_sums[rows],
+            )
+        log_probs, entropy, log_sums = _combine(picked, entropies, log_sums, owned, group)
+        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.logits, ctx.entropy_grad, ctx.chunk_size = logits, entropy_grad, chunk_size
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return picked - log_sums, entropy
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, local, owned, log_sums, entropy = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
+        hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=_math_dtype(weight.dtype))
-        for part in _chunks(len(hidden), ctx.chunk_size):
-            probs = (ctx.logits(hidden, weight, part) - log_sums[part, None]).exp()
-            # d log p_target / dz = onehot - p;  dH / dz = -p (log p + H)
-            grad = probs * -grad_log_probs[part, None]
-            if ctx.entropy_grad:
-                surprise = torch.special.entr(probs).sub_(probs * entropy[part, None])
-                grad += surprise.mul_(grad_entropy[part, None])
-            if len(weight):
-                grad.scatter_add_(-1, local[part, None], torch.where(owned[part], grad_log_probs[part], 0.0)[:, None])
-            grad = grad.div_(ctx.logits.temperature).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            _add_matmul(grad_weight, grad.t(), hidden[part])
+        for rows in _chunks(len(hidden), ctx.chunk_size) if len(weight) else []:
+            grad = _logits_gradient(
+                ctx.logits(hidden, weight, rows),
+                targets[rows],
+                ctx.logits.temperature,
+                log_sums[rows],
+                grad_log_probs[rows],
+                entropy[rows] if ctx.entropy_grad else None,
+                grad_entropy[rows] if ctx.entropy_grad else None,
+            ).to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            _add_matmul(grad_weight, grad.t(), hidden[rows])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _summarise(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out) -> None:
+    """Write log softmax of the targets, entropy and log sum exp of logits / temperature, all over this part alone.
+
+    Where nothing of it could be sampled they are not finite.
+    """
+    kernels = _kernels(logits)
+    if kernels is not None:
+        kernels.forward(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out)
+        return
+    z = logits.to(_math_dtype(logits.dtype)) / temperature
+    log_sums_out.copy_(z.logsumexp(-1))
+    log_probs = z - log_sums_out[:, None]
+    log_probs_out.copy_(log_probs.gather(-1, targets[:, None]).squeeze(-1))
+    entropy_out.copy_(torch.special.entr(log_probs.exp()).sum(-1))
+
+
+def _combine(picked, entropies, log_sums, owned, group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-probs, entropy, log-sums) over all parts.
+
+    With a part's weight w = exp(its log-sum) and W the sum of them: H = sum over parts of w / W (H_part - log(w / W)).
+    """
+    top = log_sums.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    log_weight = log_sums - top
+    weight = log_weight.exp()
+    surprise = torch.where(weight > 0, weight * (entropies - log_weight), 0.0)
+    sums = torch.stack([weight, surprise, torch.where(owned, picked + log_weight, 0.0)])
+    dist.all_reduce(sums, group=group)
+    log_total = sums[0].log()
+    return sums[2] - log_total, sums[1] / sums[0] + log_total, top + log_total
+
+
+def _logits_gradient(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy) -> torch.Tensor:
+    """d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature. May overwrite `logits`.
+
+    Args:
+        targets: -1 where the target is in another part.
+        log_sums, entropy: over all parts; `entropy` and `grad_entropy` are None where the entropy has no gradient.
+    """
+    kernels = _kernels(logits)
+    if kernels is not None:
+        kernels.backward(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy, logits)
+        return logits
+    probs = (logits.to(_math_dtype(logits.dtype)) / temperature - log_sums[:, None]).exp_()
+    grad = probs * -grad_log_probs[:, None]
+    if entropy is not None:
+        # -p log p = entr(p) is 0 where p underflows; p * log p need not be.
+        grad += torch.special.entr(probs).sub_(probs * entropy[:, None]).mul_(grad_entropy[:, None])
+    here = torch.where(targets >= 0, grad_log_probs, 0.0)
+    grad.scatter_add_(-1, targets.clamp(min=0)[:, None], here[:, None])
+    return grad.div_(temperature)
