@@ -57,11 +57,10 @@ def config_to_yaml(args: Namespace) -> str:
 
     settings: dict[str, Any] = {}
     computed: dict[str, Any] = {}
-    foreign = (*SERVER_FLAGS, *MEGATRON_FLAGS)
-    foreign_defaults = {flag.dest for flag in foreign if getattr(args, flag.dest) == flag.default}
+    foreign = {flag.dest: flag for flag in (*SERVER_FLAGS, *MEGATRON_FLAGS)}
     for key, value in vars(args).items():
         flag = BY_DEST.get(key)
-        if key in foreign_defaults:
+        if key in foreign and value == foreign[key].default:
             continue
         if flag is None and key in COMPUTED:
             computed[key] = [dataclasses.asdict(d) for d in value] if isinstance(value, (list, tuple)) else value
