@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from slime.engine.decode_cache import DecodeCache
 from slime.engine.kv_cache import KVMemory
 from slime.modeling.batch_invariant import invariant_attention
 
@@ -60,6 +61,8 @@ class _Group:
     query_positions: torch.Tensor
     """[B, Q] position of each query."""
     kv_len: int
+    cached: bool = False
+    """Decode tokens whose keys stand in the decode cache."""
 
 
 def split_by_length(lengths: list[int], waste_limit: float) -> list[tuple[int, int]]:
@@ -80,10 +83,12 @@ class PagedAttention:
     Args:
         plan: the step.
         memory: the KV tensors.
+        decode_cache: holds the KV of the decode tokens' sequences, in their order.
     """
 
-    def __init__(self, plan: StepPlan, memory: KVMemory):
+    def __init__(self, plan: StepPlan, memory: KVMemory, decode_cache: DecodeCache | None = None):
         self.memory = memory
+        self.decode_cache = decode_cache
         self.device = memory.device
         self.slots = self._tensor(plan.slots)
         self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
@@ -98,7 +103,7 @@ class PagedAttention:
         keys.view(-1, *keys.shape[2:]).index_copy_(0, self.slots, key_TGD)
         values.view(-1, *values.shape[2:]).index_copy_(0, self.slots, value_TGD)
         outputs = [
-            self._attend(i, group, query_THD, key_TGD, value_TGD, keys, values, scale, window)
+            self._attend(layer_idx, i, group, query_THD, key_TGD, value_TGD, keys, values, scale, window)
             for i, group in enumerate(self.groups)
         ]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -111,8 +116,11 @@ class PagedAttention:
         padded = torch.arange(len(rows), device=self.device)
         return torch.full_like(every, len(rows)).scatter_reduce_(0, rows, padded, "amin")
 
-    def _attend(self, index, group, query_THD, key_TGD, value_TGD, keys, values, scale, window):
+    def _attend(self, layer_idx, index, group, query_THD, key_TGD, value_TGD, keys, values, scale, window):
         """Output [B * Q, H, Dv] of one group."""
+        if group.cached:
+            parts = (x[: group.size] for x in (query_THD, key_TGD, value_TGD))
+            return self.decode_cache.attend(layer_idx, *parts, scale, window)
         size, queries, heads = group.size, group.query_len, key_TGD.shape[1]
         repeat = query_THD.shape[1] // heads
         q = query_THD[group.rows]
@@ -152,6 +160,8 @@ class PagedAttention:
         lengths = plan.decode_lengths
         if not len(lengths):
             return []
+        if self.decode_cache is not None:
+            return [_Group(slice(0, len(lengths)), len(lengths), 1, None, self.slots[:0], 0, cached=True)]
         heads, key_dim, value_dim = self.memory.layer_shapes[0]
         page = self.memory.page_size
         groups = []
@@ -203,7 +213,7 @@ class PagedAttention:
 class InvariantPagedAttention(PagedAttention):
     """The same, each query's result in an order of summation that depends on its own sequence alone."""
 
-    def _attend(self, index, group, query_THD, key_TGD, value_TGD, keys, values, scale, window):
+    def _attend(self, layer_idx, index, group, query_THD, key_TGD, value_TGD, keys, values, scale, window):
         size, queries, heads = group.size, group.query_len, key_TGD.shape[1]
         q = query_THD[group.rows].view(size, queries, query_THD.shape[1], -1)
         if group.blocks is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from slime.engine.attention_state import ChunkPlan, InvariantPagedAttention, PagedAttention, ShapeProbe, StepPlan
+from slime.engine.decode_cache import DecodeCache
 from slime.engine.forward import model_logits
 from slime.engine.kv_cache import KVMemory
+from slime.engine.lean_forward import LeanForward, lean_forward
 from slime.engine.rows import RowTable
 from slime.engine.sampler import SamplingBatch, kept_tokens, sample
 from slime.engine.scheduler import Batch, Chunk
@@ -48,6 +50,8 @@ class ModelRunner:
         self.memory: KVMemory | None = None
         self.attention = PagedAttention
         self.graphs = None
+        self.lean: LeanForward | None = None
+        self.decode_cache: DecodeCache | None = None
 
     def attach(self, rows: RowTable, memory: KVMemory, cuda_graph: bool, batch_invariant: bool = False) -> None:
         """Set the running sequences' numbers and the KV memory, and choose how to attend to it."""
@@ -56,6 +60,9 @@ class ModelRunner:
         if batch_invariant:
             make_batch_invariant(self.model)
             self.attention = InvariantPagedAttention
+        elif self.device.type == "cpu" and memory.dtype == torch.float32:
+            self.lean = lean_forward(self.model)
+            self.decode_cache = DecodeCache(memory)
         if self.device.type == "cuda" and memory.dtype in (torch.bfloat16, torch.float16):
             from slime.engine.attention_cuda import CudaInvariantAttention, CudaPagedAttention
             from slime.engine.cuda_graphs import DecodeGraphs
@@ -69,6 +76,10 @@ class ModelRunner:
         """Weights or KV are about to go, or are elsewhere now."""
         if self.graphs is not None:
             self.graphs.clear()
+        if self.decode_cache is not None:
+            self.decode_cache.clear()
+        if self.lean is not None:
+            self.lean.refresh()
 
     @torch.inference_mode()
     def probe_layers(self) -> list[tuple[int, int, int]]:
@@ -83,8 +94,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
+        batch, cached = self._arrange(batch)
         plan, done = self._plan(batch)
-        logits_NV = self._forward(plan)
+        logits_NV = self._forward(plan, cached)
         seqs = batch.decode + [chunk.seq for chunk in done]
         rows = np.concatenate([batch.decode_rows, np.array([seq.row for seq in seqs[len(batch.decode) :]], np.int64)])
         result = StepResult(seqs, rows, np.zeros(0, np.int64), [])
@@ -100,6 +112,18 @@ class ModelRunner:
                 result.kept[seqs[i]] = kept.tolist(), among
         self._input_logprobs(batch.chunks, logits_NV[len(seqs) :])
         return result
+
+    def _arrange(self, batch: Batch) -> tuple[Batch, bool]:
+        """The batch with its decoding sequences in the decode cache's order, and whether they stand there."""
+        rows = batch.decode_rows
+        if self.decode_cache is None or not len(rows):
+            return batch, False
+        table = self.rows
+        order = self.decode_cache.arrange(table.ids[rows], table.length[rows], table.blocks[rows])
+        if order is None:
+            return batch, False
+        decode = [batch.decode[i] for i in order.tolist()]
+        return replace(batch, decode=decode, decode_rows=rows[order]), True
 
     def _plan(self, batch: Batch) -> tuple[StepPlan, list[Chunk]]:
         """The step as arrays, and the chunks that give a token."""
@@ -124,7 +148,7 @@ class ModelRunner:
             offset += count
         decode = np.arange(len(lengths))
         tails = np.array([row for _, row in sampled], dtype=np.int64)
-        widest = -(-int(lengths[0]) // page) if len(lengths) else 0
+        widest = -(-int(lengths.max()) // page) if len(lengths) else 0
         plan = StepPlan(
             input_ids=np.concatenate(ids),
             positions=np.concatenate(positions),
@@ -136,16 +160,21 @@ class ModelRunner:
         )
         return plan, [chunk for chunk, _ in sampled]
 
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
-        """Logits [len(plan.logit_rows), V]."""
+    def _forward(self, plan: StepPlan, cached: bool) -> torch.Tensor:
+        """Logits [len(plan.logit_rows), V]; `cached`: the decode cache is ready for the step."""
         if self.graphs is not None and self.graphs.fits(plan):
             logits = self.graphs.run(plan)
             if logits is not None:
                 return logits
-        context = self.attention(plan, self.memory)
+        if cached:
+            context = PagedAttention(plan, self.memory, self.decode_cache)
+        else:
+            context = self.attention(plan, self.memory)
         ids, positions, keep = (self._to_device(x) for x in (plan.input_ids, plan.positions, plan.logit_rows))
         if not len(keep):
             keep = keep.new_zeros(1)  # nothing is wanted, but the model must run
+        if self.lean is not None:
+            return self.lean(ids, positions, context, keep)
         return model_logits(self.model, ids[None], positions[None], context, keep)
 
     def _to_device(self, x: np.ndarray) -> torch.Tensor:

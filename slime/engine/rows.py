@@ -19,6 +19,9 @@ class RowTable:
     def __init__(self, capacity: int, max_blocks: int):
         self.capacity = capacity
         self.free = list(range(capacity - 1, -1, -1))
+        self.ids = np.zeros(capacity, dtype=np.int64)
+        """A number that no other sequence has."""
+        self.num_assigned = 0
         self.blocks = np.zeros((capacity, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(capacity, dtype=np.int64)
         self.length = np.zeros(capacity, dtype=np.int64)
@@ -42,6 +45,8 @@ class RowTable:
     def assign(self, seq: Sequence) -> None:
         row = seq.row = self.free.pop()
         params = seq.params
+        self.num_assigned += 1
+        self.ids[row] = self.num_assigned
         self.num_blocks[row] = 0
         self.add_blocks(seq, seq.blocks)
         self.length[row] = len(seq.token_ids)
