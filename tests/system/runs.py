@@ -26,7 +26,10 @@ def write_prompts(path: Path, count: int) -> Path:
 
 
 class TrainRun:
-    """One run with the tiny model; `flags` come after the defaults and override them."""
+    """One run with the tiny model; `flags` come after the defaults and override them.
+
+    It starts a Ray of its own, as a user's run does, unless `ray` is the address of one that runs already.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class TrainRun:
         run: str = "run",
         prompts: int = 24,
         script: str = "train.py",
+        ray: str | None = None,
     ) -> None:
         self.path = tmp_path / run
         self.mark = uuid.uuid4().hex
@@ -60,10 +64,11 @@ class TrainRun:
             "--run-dir": self.path,
         }
         argv = [str(word) for item in defaults.items() for word in item]
+        joined = {} if ray is None else {"RAY_ADDRESS": ray}
         self.process = subprocess.Popen(
             [sys.executable, script, *argv, "--use-dynamic-batch-size", "--ci-test", *map(str, flags)],
             cwd=ROOT,
-            env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **joined, MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -13,16 +13,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def local_ray():
-    import ray
-
-    options = {"num_cpus": 2, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 100 * 1024**2}
-    ray.init(address="local", log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1", **options)
-    yield
-    ray.shutdown()
-
-
 def test_life_of_an_engine(local_ray, tmp_path, tiny_model_dir):
     import ray
 
