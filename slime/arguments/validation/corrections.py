@@ -40,13 +40,8 @@ def _check_replay(args: Namespace, problems: Problems) -> None:
         problems.add(flag, None, "has no effect without --rollout-top-p below 1 or --rollout-top-k", "add one of them")
     if args.rollout_engine == "sglang":
         _check_sglang_replay(args, flag, problems)
-    for name, value, wrong in (
-        ("--train-backend", args.train_backend, args.train_backend != "fsdp"),
-        ("--true-on-policy-mode", None, args.true_on_policy_mode),
-    ):
-        if wrong:
-            given = name if value is None else f"{name} {value}"
-            problems.add(flag, None, f"is not possible with {given}", "use the FSDP trainer")
+    if args.true_on_policy_mode:
+        problems.add(flag, None, "is not possible with --true-on-policy-mode", "leave one of the two out")
 
 
 def _check_sglang_replay(args: Namespace, flag: str, problems: Problems) -> None:
