@@ -23,6 +23,7 @@ from slime.observability.run_dir import RunDir, redirect_output
 from slime.observability.staleness import count_token_versions
 from slime.ray.fleet import EngineFleet
 from slime.ray.fleets import Fleets
+from slime.ray.http_posters import start_posters
 from slime.ray.placement_group import PlacementSlice
 from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trim
@@ -30,7 +31,7 @@ from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.errors import blame
 from slime.rollout.generate_state import GenerateState
 from slime.training.rollout_data import partition_rollout_data
-from slime.utils.http_utils import init_http_client
+from slime.utils.http_utils import init_http_client, send_through
 from slime.utils.logging_utils import configure_logging
 from slime.utils.misc import flatten, load_function
 from slime.utils.types import Sample
@@ -93,6 +94,8 @@ class RolloutManager:
         self.fleets = Fleets(args, self.placement)
         self.fleets.start()
         init_http_client(args)
+        if args.use_distributed_post:
+            send_through(start_posters(args))
 
     @property
     def fleet(self) -> EngineFleet:

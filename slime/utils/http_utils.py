@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class _Settings:
 
 
 _settings = _Settings()
+Sender = Callable[[str, Any, int, "dict[str, str] | None"], Awaitable[Any]]
+_sender: Sender | None = None
 _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 _sessions_lock = threading.Lock()
 
@@ -42,8 +45,18 @@ class HttpError(RuntimeError):
 
     def __init__(self, method: str, url: str, status: int, body: str) -> None:
         super().__init__(f"{method} {url} answered {status}: {body[:2000]}")
+        self.method, self.url = method, url
         self.status = status
         self.body = body
+
+    def __reduce__(self) -> tuple:
+        return HttpError, (self.method, self.url, self.status, self.body)
+
+
+def send_through(sender: Sender | None) -> None:
+    """Let `post` hand its requests (url, payload, max_retries, headers) to `sender`; None: send them here."""
+    global _sender
+    _sender = sender
 
 
 def init_http_client(args) -> None:
@@ -130,9 +143,10 @@ async def request(
 
 async def post(url: str, payload: Any = None, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
     """POST JSON, answer decoded. See `request`."""
-    return await request(
-        "POST", url, json_body={} if payload is None else payload, max_retries=max_retries, headers=headers
-    )
+    payload = {} if payload is None else payload
+    if _sender is not None:
+        return await _sender(url, payload, max_retries, headers)
+    return await request("POST", url, json_body=payload, max_retries=max_retries, headers=headers)
 
 
 async def get(url: str, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:

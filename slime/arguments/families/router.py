@@ -1,6 +1,5 @@
 """The router between rollout and engines."""
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, function_path, integer, number, text
 
 FAMILY = Family(
@@ -36,8 +35,7 @@ FAMILY = Family(
         Flag(
             "--use-distributed-post",
             action=STORE_TRUE,
-            help="Send requests from every node.",
-            pending=pending.MULTI_NODE_POST,
+            help="Send requests from an actor on every node instead of from the rollout manager alone.",
         ),
     ),
 )
