@@ -1,4 +1,11 @@
-"""The architecture fields of published models' config.json, typed in. One entry per file in scripts/models."""
+"""The architecture fields of published models' config.json, typed in. One entry per file in scripts/models.
+
+Compared with copies of the published files: Qwen2.5-3B, -7B; Qwen3-4B, -8B, -14B, -32B, -30B-A3B; Llama-3.1-8B and
+-3.2-3B (collections of config.json in public repositories), GLM-4.5-Air (a training log that prints it),
+Moonlight-16B-A3B and MiMo-7B (fixtures of other projects' converters), DeepSeek-V3 (defaults of transformers'
+DeepseekV3Config), Qwen2.5-1.5B (several projects' tables). Kimi-K2 is the first Instruct release; later ones have
+rms_norm_eps 1e-5.
+"""
 
 QWEN2 = dict(model_type="qwen2", rope_theta=1e6, rms_norm_eps=1e-6, vocab_size=151936, tie_word_embeddings=True)
 QWEN3 = dict(QWEN2, model_type="qwen3", head_dim=128, num_key_value_heads=8, max_position_embeddings=40960)
