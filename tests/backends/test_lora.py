@@ -5,6 +5,7 @@ import torch
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.backends.fsdp_utils.model import full_tensor
+from slime.backends.fsdp_utils.weights import AdapterWeights
 from tests.backends.trainers import make_trainer, parameters_of, run_world, train_rollout, trainer_args
 
 pytestmark = pytest.mark.integration
@@ -28,6 +29,11 @@ def run(rank, world_size, port, model_dir, root):
     out["first"] = train_rollout(straight, 0)
     straight.save_model(0)
     out["merged"], out["adapters"] = parameters_of(straight), adapters_of(straight)
+    sent = AdapterWeights(straight.weights, straight.lora)
+    specs = sent.tensor_specs()
+    tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    sent.gather(specs, tensors)
+    out["sent"] = {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}, sent.config()
     out["reference bytes"] = sum(straight.reference.sizes) * world_size
     train_rollout(straight, 1)
     resumed = make(*KL, "--load", str(root / "run"), with_ref=True)
@@ -73,6 +79,22 @@ def test_merged_weights_are_those_of_peft(results, tiny_model_dir):
     for name, value in merged.named_parameters():
         assert torch.allclose(exported[name], value, atol=1e-7), name
         assert all(torch.equal(result["merged"][name], exported[name]) for result in ranks)
+
+
+def test_what_engines_get_of_adapters_is_the_adapter_directory(results):
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    root, ranks = results
+    directory = root / "run" / "iter_0000001" / "adapter"
+    saved, config = load_file(directory / "adapter_model.safetensors"), LoraConfig.from_pretrained(directory)
+    for result in ranks:
+        tensors, sent = result["sent"]
+        assert tensors.keys() == saved.keys()
+        assert all(torch.equal(tensors[name], saved[name]) for name in saved)
+        assert (sent["r"], sent["lora_alpha"]) == (config.r, config.lora_alpha)
+        modules = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in saved}
+        assert set(sent["target_modules"]) == modules
 
 
 def test_checkpoints_hold_adapters_only_and_resume(results):
