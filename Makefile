@@ -13,7 +13,7 @@ SGLANG ?= 0.5.23
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-sglang sglang-env test-unit lint format docs bench clean
+.PHONY: quickstart test test-sglang test-sglang-api sglang-env test-unit lint format docs bench clean
 
 quickstart: $(STAMP)
 	$(BIN)/slime quickstart --seed $(SEED)
@@ -22,11 +22,15 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# Stock SGLang on CPU, in an environment of its own: its half of the engine API's conformance suite (`make test` has the
-# embedded engine's), engine actors, whole runs, and a short quickstart.
-test-sglang: $(SGLANG_STAMP)
-	SLIME_TEST_SGLANG=1 $(SGLANG_BIN)/python -m pytest tests/conformance tests/backends/sglang -k "not embedded"
+# Stock SGLang on CPU, in an environment of its own. Its half of the engine API's conformance suite (`make test` has the
+# embedded engine's), then engine actors, whole runs, and a short quickstart.
+test-sglang: test-sglang-api
+	$(SGLANG_BIN)/python -m pytest tests/backends/sglang -m system
 	$(SGLANG_BIN)/slime quickstart --sft-steps 20 --rollouts 2 --seed $(SEED) -- --rollout-engine sglang
+
+test-sglang-api: $(SGLANG_STAMP)
+	SLIME_TEST_SGLANG=1 $(SGLANG_BIN)/python -m pytest tests/conformance tests/backends/sglang \
+		-k "not embedded" -m "not system"
 
 sglang-env: $(SGLANG_STAMP)
 
