@@ -13,8 +13,8 @@ import torch
 
 from slime.training.kept_tokens import KeptTokens
 
-CHUNK_ELEMENTS = 2**27
-"""Default size of a chunk of logits (rows x vocabulary): 512 MiB in fp32."""
+CHUNK_BYTES = 2**29
+"""Default size of a chunk of logits (rows x vocabulary)."""
 
 
 def token_log_probs(
@@ -41,13 +41,13 @@ def token_log_probs(
         bias: [V] of the output layer, if it has one.
         with_entropy: also return -sum p log p of the temperature-scaled distribution.
         entropy_grad: the entropy has a gradient. Off, it costs nothing in backward.
-        chunk_size: rows per chunk; None or below 1 picks it by the vocabulary (`CHUNK_ELEMENTS`).
+        chunk_size: rows per chunk; None or below 1 picks it by the vocabulary (`CHUNK_BYTES`).
         kept: top-p replay: each row's distribution is renormalised over these tokens and its target.
 
     Returns:
         log_probs [R] and entropy [R] (None without `with_entropy`), fp32.
     """
-    chunk_size = _chunk_rows(chunk_size, weight_VD.shape[0])
+    chunk_size = _chunk_rows(chunk_size, len(weight_VD), hidden_RD.dtype)
     log_probs, entropy = _HeadLogProbs.apply(
         hidden_RD,
         weight_VD,
@@ -72,17 +72,17 @@ def log_probs_from_logits(
     kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`token_log_probs` where the logits are there already; they are kept in their dtype only."""
-    chunk_size = _chunk_rows(chunk_size, logits_RV.shape[1])
+    chunk_size = _chunk_rows(chunk_size, logits_RV.shape[1], logits_RV.dtype)
     log_probs, entropy = _LogitsLogProbs.apply(
         logits_RV, targets_R, temperature, with_entropy, with_entropy and entropy_grad, chunk_size, kept
     )
     return log_probs, entropy if with_entropy else None
 
 
-def _chunk_rows(chunk_size: int | None, vocab_size: int) -> int:
+def _chunk_rows(chunk_size: int | None, vocab_size: int, dtype: torch.dtype) -> int:
     if chunk_size is not None and chunk_size > 0:
         return chunk_size
-    return max(CHUNK_ELEMENTS // vocab_size, 1)
+    return max(CHUNK_BYTES // (max(vocab_size, 1) * dtype.itemsize), 1)
 
 
 def _math_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -40,7 +40,7 @@ def vocab_parallel_log_probs(
     Returns:
         log_probs [R] and entropy [R] (None without `with_entropy`), in fp32 (float64 for float64 inputs).
     """
-    chunk_size = _chunk_rows(chunk_size, max(len(weight_VD), 1))
+    chunk_size = _chunk_rows(chunk_size, len(weight_VD), hidden_RD.dtype)
     logits = _Logits(temperature, first_token, targets_R - first_token, kept)
     log_probs, entropy = _VocabParallelLogProbs.apply(
         hidden_RD, weight_VD, logits, group, with_entropy and entropy_grad, chunk_size
