@@ -17,6 +17,7 @@ COMMANDS = {
     "data": ("slime.data_check", "`slime data check FILE ...` lists every row of prompt data that cannot be used"),
     "replay-reward": ("slime.debug.replay_reward", "reward the responses of a rollout dump again"),
     "show-dump": ("slime.debug.show_dump", "show what is in a dump"),
+    "convert": ("slime.convert", "convert checkpoints: hf-to-torch-dist, torch-dist-to-hf, fsdp-to-hf, hf-to-fp8"),
     "doctor": ("slime.doctor", "check this machine and what is installed on it"),
     "flags": ("slime.arguments.reference", "list the flags of train; `slime flags lr` those that match"),
 }

@@ -207,13 +207,10 @@ def test_tools_there_and_back(tmp_path, tiny_model_dir):
     """transformers, which reads such checkpoints itself, sees the same weights in it."""
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-    from tools import convert_hf_to_fp8, fp8_cast_bf16
+    from slime.weight_sync.fp8_convert import main_to_bf16, main_to_fp8
 
     fp8, back = tmp_path / "fp8", tmp_path / "bf16"
-    assert (
-        convert_hf_to_fp8.main(["--model-dir", tiny_model_dir, "--save-dir", str(fp8), "--block-size", "16", "16"])
-        == 0
-    )
+    assert main_to_fp8(["--model-dir", tiny_model_dir, "--save-dir", str(fp8), "--block-size", "16", "16"]) == 0
     config = json.loads((fp8 / "config.json").read_text())
     assert block_of(config) == (16, 16) and "lm_head" in config["quantization_config"]["modules_to_not_convert"]
     original, stored = load_file(f"{tiny_model_dir}/model.safetensors"), load_file(fp8 / "model.safetensors")
@@ -224,7 +221,7 @@ def test_tools_there_and_back(tmp_path, tiny_model_dir):
     assert torch.equal(stored["model.norm.weight"], original["model.norm.weight"])
     assert (fp8 / "tokenizer.json").exists()
 
-    assert fp8_cast_bf16.main(["--input-fp8-hf-path", str(fp8), "--output-bf16-hf-path", str(back)]) == 0
+    assert main_to_bf16(["--input-fp8-hf-path", str(fp8), "--output-bf16-hf-path", str(back)]) == 0
     plain = load_file(back / "model.safetensors")
     assert set(plain) == set(original) and "quantization_config" not in json.loads((back / "config.json").read_text())
     assert torch.equal(plain[name], dequantise(values, scales, (16, 16)).bfloat16())
@@ -236,16 +233,16 @@ def test_tools_there_and_back(tmp_path, tiny_model_dir):
 
 
 def test_tools_refuse(tmp_path, tiny_model_dir, capsys):
-    from tools import convert_hf_to_fp8, fp8_cast_bf16
+    from slime.weight_sync.fp8_convert import main_to_bf16, main_to_fp8
 
     with pytest.raises(SystemExit):
-        fp8_cast_bf16.main(["--input-fp8-hf-path", tiny_model_dir, "--output-bf16-hf-path", str(tmp_path / "x")])
+        main_to_bf16(["--input-fp8-hf-path", tiny_model_dir, "--output-bf16-hf-path", str(tmp_path / "x")])
     assert "has no FP8 weights" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        convert_hf_to_fp8.main(["--model-dir", tiny_model_dir, "--save-dir", tiny_model_dir])
+        main_to_fp8(["--model-dir", tiny_model_dir, "--save-dir", tiny_model_dir])
     assert "exists" in capsys.readouterr().err
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit):
-        convert_hf_to_fp8.main(["--model-dir", str(tmp_path), "--save-dir", str(tmp_path / "y")])
+        main_to_fp8(["--model-dir", str(tmp_path), "--save-dir", str(tmp_path / "y")])
     assert "no matrices" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Saving and resuming."""
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_TRUE, Family, Flag, integer, text
 
 FAMILY = Family(
@@ -18,10 +17,19 @@ FAMILY = Family(
         Flag("--save-interval", integer, help="Save every N rollouts; needs --save."),
         Flag("--save-hf", text, help="Also export a Hugging Face directory; {rollout_id} is filled in."),
         Flag("--no-save-optim", action=STORE_TRUE, help="Save weights only."),
-        Flag("--ref-load", text, help="Checkpoint of the reference model (Hugging Face directory)."),
+        Flag(
+            "--ref-load",
+            text,
+            help="Checkpoint of the reference model: a Hugging Face directory; with --train-backend megatron also a "
+            "torch_dist checkpoint.",
+        ),
         Flag("--ckpt-step", integer, help="Iteration of --load to resume, instead of the latest."),
-        Flag("--ref-ckpt-step", integer, help="Step of --ref-load.", pending=pending.MEGATRON),
-        Flag("--async-save", action=STORE_TRUE, help="Save while training goes on.", pending=pending.MEGATRON),
+        Flag("--ref-ckpt-step", integer, help="Iteration of a torch_dist --ref-load, instead of the latest."),
+        Flag(
+            "--async-save",
+            action=STORE_TRUE,
+            help="Write checkpoints while training goes on (--train-backend megatron).",
+        ),
         Flag(
             "--finetune",
             action=STORE_TRUE,

@@ -13,12 +13,17 @@ from slime.arguments.validation.model import check_weights, read_hf_config
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
 
 
 def complete(args: Namespace, problems: Problems) -> None:
     """ref_load must exist where KL is wanted; load falls back to it; save must be writable."""
     _check_reference(args, problems)
     _complete_load(args, problems)
+    if args.async_save and args.train_backend != "megatron":
+        problems.add("--async-save", None, f"has no effect with --train-backend {args.train_backend}", "leave it out")
+    if args.ref_ckpt_step is not None and not _is_torch_dist(args.ref_load):
+        problems.add("--ref-ckpt-step", args.ref_ckpt_step, "needs --ref-load with torch_dist checkpoints")
     if args.save_interval is not None and args.save is None:
         problems.add("--save-interval", args.save_interval, "needs --save", "add --save DIRECTORY")
     if args.save is not None:
@@ -39,6 +44,8 @@ def _check_reference(args: Namespace, problems: Problems) -> None:
     if args.ref_load is not None:
         if not os.path.isdir(args.ref_load):
             problems.add("--ref-load", args.ref_load, "is not a directory", "give an existing checkpoint")
+        elif args.train_backend == "megatron" and _is_torch_dist(args.ref_load):
+            _check_iteration("--ref-ckpt-step", args.ref_ckpt_step, "--ref-load", args.ref_load, problems)
         elif read_hf_config(args.ref_load, "--ref-load", problems) is not None:
             check_weights(args.ref_load, "--ref-load", problems)
 
@@ -48,6 +55,8 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
     resumes = args.load is not None and os.path.isfile(os.path.join(args.load, TRACKER))
     if resumes:
         _check_tracker(args, problems)
+        # "release": weights that no training step has touched, as Megatron's converters write them
+        args.finetune = args.finetune or (args.ckpt_step is None and _tracked(args.load) == RELEASE)
     elif _is_hf_directory(args):
         check_weights(args.load, "--load", problems)
     else:
@@ -71,15 +80,10 @@ def _is_hf_directory(args: Namespace) -> bool:
 def _check_tracker(args: Namespace, problems: Problems) -> None:
     load = args.load
     if args.ckpt_step is not None:
-        there = iterations(load)
-        if args.ckpt_step not in there:
-            fix = f"choose one of {', '.join(map(str, there))}" if there else ""
-            problems.add("--ckpt-step", args.ckpt_step, f"--load {load} holds no iteration {args.ckpt_step}", fix)
+        _check_iteration("--ckpt-step", args.ckpt_step, "--load", load, problems)
         return
-    file = os.path.join(load, TRACKER)
-    with open(file, encoding="utf-8", errors="replace") as opened:
-        content = opened.read().strip()
-    if content == "release":
+    content = _tracked(load)
+    if content == RELEASE:
         return
     if not content.isdigit():
         problems.add(
@@ -92,6 +96,23 @@ def _check_tracker(args: Namespace, problems: Problems) -> None:
         there = sorted(entry for entry in os.listdir(load) if entry.startswith("iter_"))
         fix = f"write the step of {there[-1]} into {TRACKER}" if there else ""
         problems.add("--load", load, f"{TRACKER} names {name}, which is not there", fix)
+
+
+def _check_iteration(flag: str, step: int | None, of: str, root: str, problems: Problems) -> None:
+    there = iterations(root)
+    if step is not None and step not in there:
+        fix = f"choose one of {', '.join(map(str, there))}" if there else ""
+        problems.add(flag, step, f"{of} {root} holds no iteration {step}", fix)
+
+
+def _tracked(root: str) -> str:
+    with open(os.path.join(root, TRACKER), encoding="utf-8", errors="replace") as opened:
+        return opened.read().strip()
+
+
+def _is_torch_dist(path: str | None) -> bool:
+    """Whether Megatron's checkpoints lie there: a directory with a tracker, or one iteration."""
+    return path is not None and any(os.path.isfile(os.path.join(path, name)) for name in (TRACKER, "metadata.json"))
 
 
 def iterations(root: str) -> list[int]:

@@ -171,35 +171,60 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         CheckpointError: on every rank when any failed; what was written is removed and an older `path` untouched.
     """
-    temporary = path.parent / f".{path.name}.tmp"
-    first = dist.get_rank() == 0
+    directory = AtomicDirectory(path)
+    directory.prepare()
+    directory.run(lambda: write(directory.temporary))
+    directory.publish()
 
-    def prepare() -> None:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
 
-    def publish() -> None:
-        if first:
-            for file in temporary.rglob("*"):
-                _sync(file)
-            old = path.parent / f".{path.name}.old"
-            if path.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                path.rename(old)
-            temporary.rename(path)
-            _sync(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
+class AtomicDirectory:
+    """A directory that all ranks write under another name, step by step; all methods are collective.
 
-    for stage in (prepare, lambda: write(temporary), publish):
-        error = _agree(stage)
+    Raises:
+        CheckpointError: on every rank when any failed; what was written is removed and an older `path` untouched.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.temporary = path.parent / f".{path.name}.tmp"
+        self._first = dist.get_rank() == 0
+
+    def prepare(self) -> None:
+        def make() -> None:
+            if self._first:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+                self.temporary.mkdir(parents=True)
+
+        self.run(make)
+
+    def run(self, action: Callable[[], Any]) -> None:
+        """Let every rank do its part of the writing."""
+        error = _agree(action)
         if error is not None:
-            if first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(f"could not write {path}: {error}. Earlier checkpoints are untouched.")
+            if self._first:
+                shutil.rmtree(self.temporary, ignore_errors=True)
+            raise CheckpointError(f"could not write {self.path}: {error}. Earlier checkpoints are untouched.")
+
+    def publish(self) -> None:
+        """Make it complete and visible."""
+        path = self.path
+
+        def rename() -> None:
+            if self._first:
+                for file in self.temporary.rglob("*"):
+                    _sync(file)
+                old = path.parent / f".{path.name}.old"
+                if path.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    path.rename(old)
+                self.temporary.rename(path)
+                _sync(path.parent)
+                shutil.rmtree(old, ignore_errors=True)
+
+        self.run(rename)
 
 
-def _agree(action: Callable[[], None]) -> str | None:
+def _agree(action: Callable[[], Any]) -> str | None:
     """Run `action` on every rank; the first failure of any rank, on all of them."""
     mine = None
     try:

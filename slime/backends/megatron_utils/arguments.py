@@ -75,8 +75,11 @@ def config_fields() -> dict[str, Field]:
 def config_family(without: set[str]) -> Family | None:
     """The table of the fields, except those whose names or attributes are in `without`."""
     rows = []
+    taken = without | {"--" + name.replace("_", "-") for name in config_fields()}  # a field's own name goes to it
     for field in config_fields().values():
-        names = tuple(name for name in field.flag.names if name not in without)
+        own = "--" + field.name.replace("_", "-")
+        names = tuple(name for name in field.flag.names if name not in taken or (name == own and own not in without))
+        taken.update(names)
         if field.name not in without and names:
             rows.append(Flag(**{**vars(field.flag), "name": names[0], "aliases": names[1:]}))
     if not rows:

@@ -22,17 +22,21 @@ from torch import nn
 
 from slime.backends.fsdp_utils.checkpoint import (
     TRACKER,
+    AtomicDirectory,
     CheckpointError,
     Progress,
     rng_state,
     set_rng_state,
-    write_atomically,
 )
+from slime.backends.megatron_utils.architecture import Architecture, is_hf_directory
+from slime.backends.megatron_utils.async_save import BackgroundSave
 from slime.backends.megatron_utils.optimizer import Optimizer
 
 # Optimizer state in the order of the model's own tensors, so that any layout can read it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
+RELEASE = "release"
+"""Megatron's name, in tracker and directory, for weights that no training step has touched."""
 REFERENCE = "reference"
 """Directory of the reference model's weights, in checkpoints of runs where it is not what the run started from."""
 
@@ -46,11 +50,11 @@ def latest_checkpoint(root: str | None, step: int | None = None) -> Path | None:
     if root is None or not (Path(root) / TRACKER).is_file():
         return None
     text = (Path(root) / TRACKER).read_text().strip() if step is None else str(step)
-    if not text.isdigit():
+    if not (text.isdigit() or text == RELEASE):
         raise CheckpointError(f"{Path(root) / TRACKER} should hold a rollout id, not {text!r}")
-    path = Path(root) / f"iter_{int(text):07d}"
+    path = Path(root) / (text if text == RELEASE else f"iter_{int(text):07d}")
     for candidate in (path, path.with_name(f".{path.name}.old")):  # the second: killed while it was being replaced
-        if (candidate / "meta.json").is_file():
+        if is_torch_dist(candidate):
             return candidate
     raise CheckpointError(f"iteration {text} of {root} is wanted, but {path} is not a checkpoint")
 
@@ -62,6 +66,8 @@ def save_checkpoint(
     optimizer: Optimizer | None,
     progress: Progress,
     reference: Callable[[], AbstractContextManager] | None = None,
+    background: BackgroundSave | None = None,
+    strategy: Any = None,
 ) -> None:
     """Write the checkpoint of `rollout_id`; collective over all ranks.
 
@@ -69,6 +75,8 @@ def save_checkpoint(
         chunks: model chunks, unwrapped.
         optimizer: None saves weights only.
         reference: a context in which the chunks hold the reference model's weights, to save them, too.
+        background: what goes on writing after this returns. None: all is written when this returns.
+        strategy: Megatron's way to write tensors; None is its default.
 
     Raises:
         CheckpointError: on every rank when one fails (disk full, ...). The previous checkpoint stays valid.
@@ -77,19 +85,20 @@ def save_checkpoint(
     dist.gather_object(rng_state(), rng, dst=0)
     path = Path(root) / f"iter_{rollout_id:07d}"
 
-    def write(directory: Path) -> None:
-        dist_checkpointing.save(
-            _state(chunks, optimizer, loading=False), str(directory), content_metadata=dict(_METADATA)
-        )
+    directory = AtomicDirectory(path)
+    temporary = directory.temporary
+
+    def write_beside() -> None:
+        """All but weights and optimizer."""
         if reference is not None:
             if dist.get_rank() == 0:
-                (directory / REFERENCE).mkdir()
+                (temporary / REFERENCE).mkdir()
             dist.barrier()
             with reference():
                 state = _state(chunks, None, loading=False)
-                dist_checkpointing.save(state, str(directory / REFERENCE), content_metadata=dict(_METADATA))
+                dist_checkpointing.save(state, str(temporary / REFERENCE), content_metadata=dict(_METADATA))
         if dist.get_rank() == 0:
-            torch.save({key: [state[key] for state in rng] for key in rng[0]}, directory / "rng.pt")
+            torch.save({key: [state[key] for state in rng] for key in rng[0]}, temporary / "rng.pt")
             meta = {
                 "rollout_id": rollout_id,
                 **asdict(progress),
@@ -97,13 +106,41 @@ def save_checkpoint(
                 "with_optimizer": optimizer is not None,
                 "timestamp": time.time(),
             }
-            (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+            (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
-    write_atomically(path, write)
+    requests = []
+
+    def write() -> None:
+        request = dist_checkpointing.save(
+            _state(chunks, optimizer, loading=False),
+            str(temporary),
+            strategy,
+            content_metadata=dict(_METADATA),
+            async_sharded_save=background is not None,
+        )
+        requests.append(request)
+
+    def publish() -> None:
+        directory.publish()
+        _track(Path(root), rollout_id)
+
+    if background is not None:
+        background.finish()
+    directory.prepare()
+    directory.run(write)
+    directory.run(write_beside)
+    if background is None:
+        publish()
+    else:
+        background.start(requests[0], directory, publish)
+
+
+def _track(root: Path, rollout_id: int) -> None:
+    """Name the checkpoint that a run resumes from now on; collective."""
     if dist.get_rank() == 0:
-        temporary = Path(root) / f".{TRACKER}.tmp"
+        temporary = root / f".{TRACKER}.tmp"
         temporary.write_text(f"{rollout_id}\n")
-        os.replace(temporary, Path(root) / TRACKER)
+        os.replace(temporary, root / TRACKER)
     dist.barrier()
 
 
@@ -138,6 +175,32 @@ def load_checkpoint(
         set_rng_state({key: values[dist.get_rank()] for key, values in states.items()})
     dist.barrier()
     return Progress(**{key: meta[key] for key in Progress.__dataclass_fields__})
+
+
+def load_model(chunks: Sequence[nn.Module], architecture: Architecture, path: str, step: int | None = None) -> None:
+    """Fill the model from a Hugging Face directory, or with the weights of a torch_dist checkpoint; collective.
+
+    Args:
+        path: for torch_dist the directory with the tracker file, or that of one iteration.
+        step: iteration to take instead of the tracker's.
+
+    Raises:
+        CheckpointError: `path` is neither.
+    """
+    from slime.backends.megatron_utils.weights import load_hf
+
+    if is_hf_directory(path):
+        load_hf(chunks, architecture, path)
+        return
+    found = Path(path) if is_torch_dist(Path(path)) else latest_checkpoint(path, step)
+    if found is None:
+        raise CheckpointError(f"{path} is neither a Hugging Face directory nor a torch_dist checkpoint")
+    load_weights(found, chunks)
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Whether Megatron's files of one iteration lie in `path`."""
+    return (path / "metadata.json").is_file()
 
 
 def load_weights(path: Path, chunks: Sequence[nn.Module]) -> None:

@@ -1,12 +1,9 @@
-"""Between Megatron's torch_dist checkpoints and Hugging Face directories, in one process or several.
-
-Under `torchrun --nproc-per-node N` each of the N processes holds 1 / N of the layers.
-"""
+"""Between Megatron's torch_dist checkpoints and Hugging Face directories, tensor by tensor, in one process on CPU."""
 
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,67 +11,64 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import compat
-from slime.backends.megatron_utils.architecture import read_architecture
+from slime.backends.megatron_utils.architecture import Architecture, UnsupportedModelError, read_architecture
+from slime.backends.megatron_utils.hf_export import SHARD_BYTES
 
 
 @contextmanager
-def _world():
-    """Processes of torchrun, or this one alone, on CPU; with pipeline-parallel groups over all of them."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if size > 1:
-        dist.init_process_group("gloo")
-    else:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+def _model_without_memory(architecture: Architecture, dtype: torch.dtype) -> Iterator[torch.nn.Module]:
+    """The whole model, of tensors without memory, in a world of this process alone."""
+    compat.install()
+    from slime.backends.megatron_utils.lazy import without_memory
+    from slime.backends.megatron_utils.model_config import transformer_config
+    from slime.backends.megatron_utils.model_provider import build_model
     from slime.backends.megatron_utils.parallel import ParallelSizes, destroy_parallel, init_parallel
 
-    sizes = ParallelSizes(pipeline=size)
+    sizes = ParallelSizes()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     init_parallel(sizes, seed=0, timeout_minutes=30)
     try:
-        yield sizes
+        with without_memory():
+            model = build_model(architecture, transformer_config(architecture, sizes, dtype, torch.device("cpu")))
+        yield model
     finally:
         destroy_parallel()
         dist.destroy_process_group()
 
 
-def _model(architecture, sizes, dtype: torch.dtype):
-    from slime.backends.megatron_utils.model_config import transformer_config
-    from slime.backends.megatron_utils.model_provider import build_model
-
-    cpu = torch.device("cpu")
-    return build_model(architecture, transformer_config(architecture, sizes, dtype, cpu))
-
-
 def hf_to_torch_dist(hf_checkpoint: str, save: str, dtype: torch.dtype) -> None:
-    """Write the weights as a checkpoint of rollout 0 under `save`, for --load with --finetune."""
-    compat.install()
-    from slime.backends.fsdp_utils.checkpoint import Progress
-    from slime.backends.megatron_utils.checkpoint import save_checkpoint
-    from slime.backends.megatron_utils.weights import load_hf
-
+    """Write the weights as a checkpoint of rollout 0 under `save`, for --ref-load, or --load with --finetune."""
     architecture = read_architecture(hf_checkpoint)
-    with _world() as sizes:
-        model = _model(architecture, sizes, dtype)
-        load_hf([model], architecture, hf_checkpoint)
-        save_checkpoint(save, 0, [model], None, Progress())
+    with _model_without_memory(architecture, dtype) as model:
+        from slime.backends.fsdp_utils.checkpoint import Progress
+        from slime.backends.megatron_utils.checkpoint import save_checkpoint
+        from slime.backends.megatron_utils.hf_files import HFTensors
+        from slime.backends.megatron_utils.lazy import LazySave
+        from slime.backends.megatron_utils.weights import NameMap, global_tensors
+
+        names, parameters = NameMap(architecture), global_tensors([model])
+        with HFTensors(hf_checkpoint) as checkpoint:
+
+            def tensor_of(name: str) -> torch.Tensor:
+                source = names.source(name)
+                parts = [checkpoint[hf_name] for hf_name in source.hf_names]
+                value = source.layout.shard(parts, 0, 1, parameters[name].shape[0])
+                return value.to(parameters[name].dtype)
+
+            save_checkpoint(save, 0, [model], None, Progress(), strategy=LazySave(model, tensor_of))
 
 
-def torch_dist_to_hf(input_dir: str, output_dir: str, origin_hf_dir: str, dtype: torch.dtype) -> None:
+def torch_dist_to_hf(
+    input_dir: str, output_dir: str, origin_hf_dir: str, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write the weights of one iteration's directory with config, tokenizer and names of `origin_hf_dir`."""
-    compat.install()
-    from slime.backends.megatron_utils.checkpoint import load_weights
-    from slime.backends.megatron_utils.hf_export import export_hf
-    from slime.backends.megatron_utils.weights import MegatronWeights
-
     architecture = read_architecture(origin_hf_dir)
-    with _world() as sizes:
-        model = _model(architecture, sizes, dtype)
-        load_weights(Path(input_dir), [model])
-        export_hf(output_dir, MegatronWeights([model], architecture, dtype, torch.device("cpu")), origin_hf_dir)
+    with _model_without_memory(architecture, dtype) as model:
+        from slime.backends.megatron_utils.hf_export import export_hf
+        from slime.backends.megatron_utils.lazy import LazyWeights
 
-
-def _dtype(name: str) -> torch.dtype:
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+        weights = LazyWeights(model, architecture, dtype, Path(input_dir))
+        export_hf(output_dir, weights, origin_hf_dir, shard_bytes)
 
 
 def main_to_torch_dist(argv: list[str] | None = None) -> int:
@@ -83,7 +77,10 @@ def main_to_torch_dist(argv: list[str] | None = None) -> int:
     parser.add_argument("--save", required=True, help="checkpoint directory to write")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args(argv)
-    hf_to_torch_dist(args.hf_checkpoint, args.save, _dtype(args.dtype))
+    try:
+        hf_to_torch_dist(args.hf_checkpoint, args.save, getattr(torch, args.dtype))
+    except (FileNotFoundError, KeyError, UnsupportedModelError) as error:
+        parser.error(f"--hf-checkpoint {args.hf_checkpoint}: {error}")
     return 0
 
 
@@ -93,9 +90,16 @@ def main_to_hf(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-dir", required=True, help="Hugging Face directory to write")
     parser.add_argument("--origin-hf-dir", required=True, help="where config, tokenizer and names come from")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--chunk-size", type=int, default=SHARD_BYTES, help="bytes per file (and of memory) at most")
     parser.add_argument("--force", action="store_true", help="replace the output directory")
     args = parser.parse_args(argv)
     if Path(args.output_dir).exists() and not args.force:
         parser.error(f"--output-dir {args.output_dir} exists: name a new directory or add --force")
-    torch_dist_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, _dtype(args.dtype))
+    if not (Path(args.input_dir) / "metadata.json").is_file():
+        parser.error(f"--input-dir {args.input_dir} holds no torch_dist checkpoint: give SAVE/iter_0000012")
+    dtype = getattr(torch, args.dtype)
+    try:
+        torch_dist_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, dtype, args.chunk_size)
+    except (FileNotFoundError, UnsupportedModelError) as error:
+        parser.error(f"--origin-hf-dir {args.origin_hf_dir}: {error}")
     return 0

@@ -28,3 +28,9 @@ class RMSNorm(nn.Module):
             wide = torch.promote_types(x.dtype, torch.float32)
             return nn.functional.rms_norm(x.to(wide), x.shape[-1:], 1 + self.weight.to(wide), self.eps).to(x.dtype)
         return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For torch_dist checkpoints: some of Megatron's modules ask each of their children."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)

@@ -38,6 +38,7 @@ class MegatronTrainer(TrainRayActor):
         self.args = args
         self.role = role
         self.timer = PhaseTimer(args, self.rank)
+        self._saving: Any = None
         self.device = torch.device(args.device)
         if args.device == "cuda":
             # Megatron overlaps tensor-parallel communication only if kernels start in the order of their launch.
@@ -55,9 +56,9 @@ class MegatronTrainer(TrainRayActor):
         self._copy_initial_weights(with_ref)
         if is_hf_directory(args.load) and args.load != (args.ref_load or args.hf_checkpoint):
             # Megatron is imported only where it is used: it reads what `compat` prepares.
-            from slime.backends.megatron_utils.weights import load_hf
+            from slime.backends.megatron_utils.checkpoint import load_model
 
-            load_hf(self.model, self.architecture, args.load)
+            load_model(self.model, self.architecture, args.load)
         self._build_optimizer()
         self.progress = Progress()
         self._resumed = self._resume()
@@ -81,7 +82,8 @@ class MegatronTrainer(TrainRayActor):
         self.cp = context_parallel()
         self.dtype = getattr(torch, args.dtype)
         self.architecture = read_architecture(args.hf_checkpoint)
-        self.model, config = self._load_model(self.architecture, args.ref_load or args.hf_checkpoint)
+        path = args.ref_load or args.hf_checkpoint
+        self.model, config = self._load_model(self.architecture, path, step=args.ref_ckpt_step)
         self.weights = MegatronWeights(self.model, self.architecture, self.dtype, self.device)
         select_trainable(
             self.model,
@@ -95,17 +97,19 @@ class MegatronTrainer(TrainRayActor):
         self._params = HostCopy(p.detach() for chunk in self.model for p in chunk.parameters())
 
     def _load_model(
-        self, architecture: Architecture, path: str, stock: bool = False, **overrides: Any
+        self, architecture: Architecture, path: str, step: int | None = None, stock: bool = False, **overrides: Any
     ) -> tuple[list[Any], Any]:
         """(this rank's model chunks with the weights of `path`, their TransformerConfig).
 
         Args:
+            path: a Hugging Face directory or a torch_dist checkpoint.
+            step: iteration of a torch_dist checkpoint instead of the latest.
             stock: without `--custom-model-provider-path`.
             overrides: fields of the config that win over the flags.
         """
+        from slime.backends.megatron_utils.checkpoint import load_model
         from slime.backends.megatron_utils.model_config import transformer_config
         from slime.backends.megatron_utils.model_provider import build_chunks
-        from slime.backends.megatron_utils.weights import load_hf
 
         args = self.args
         fields = {**config_overrides(args), **overrides}
@@ -118,7 +122,7 @@ class MegatronTrainer(TrainRayActor):
             provider=None if stock else hooks.model_provider(args),
         )
         chunks = [chunk.to(self.device) for chunk in chunks]
-        load_hf(chunks, architecture, path)
+        load_model(chunks, architecture, path, step)
         return chunks, config
 
     def _forward_of(self, chunks: Sequence[Any], config: Any, architecture: Architecture) -> Any:
@@ -160,21 +164,23 @@ class MegatronTrainer(TrainRayActor):
         self.memory = DeviceMemory(self.chunks, self.optimizer, self._params, self.device)
 
     def _resume(self) -> bool:
-        from slime.backends.megatron_utils.checkpoint import latest_checkpoint, load_checkpoint
+        from slime.backends.megatron_utils.checkpoint import latest_checkpoint, load_checkpoint, load_weights
 
         args = self.args
+        if args.finetune and args.load == args.ref_load:
+            return False  # the run has started from its weights already
         path = latest_checkpoint(args.load, args.ckpt_step)
         if path is None:
             return False
-        with_optimizer = not (args.finetune or args.no_load_optim)
-        with_rng = not (args.finetune or args.no_load_rng)
-        progress = load_checkpoint(path, self.model, self.optimizer, with_optimizer, with_rng)
         if args.finetune:
+            load_weights(path, self.model)
+            self.optimizer.megatron.reload_model_params()
             logger.info("took the weights of %s", path)
-        else:
-            self.progress = progress
-            self.optimizer.steps_done = progress.global_step
-            logger.info("resumed %s: next rollout %d", path, progress.next_rollout_id)
+            return True
+        with_optimizer, with_rng = not args.no_load_optim, not args.no_load_rng
+        self.progress = load_checkpoint(path, self.model, self.optimizer, with_optimizer, with_rng)
+        self.optimizer.steps_done = self.progress.global_step
+        logger.info("resumed %s: next rollout %d", path, self.progress.next_rollout_id)
         return True
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -182,6 +188,7 @@ class MegatronTrainer(TrainRayActor):
     def train(self, rollout_id: int, refs: list[Any], shared: Sequence[list[Any]] = ()) -> dict[str, float] | None:
         self.timer.add("train_wait", time.perf_counter() - self._last_train_end)
         self.timer.rollout_id = rollout_id
+        self._finish_save(wait=False)
         with self._memory_history.watch(rollout_id), self.timer("train"):
             with self.timer("data_preprocess"):
                 data = self._receive(refs, shared)
@@ -300,8 +307,31 @@ class MegatronTrainer(TrainRayActor):
         if args.save is not None:
             optimizer = None if args.no_save_optim else self.optimizer
             save_checkpoint(
-                args.save, rollout_id, self.model, optimizer, self.progress, reference=self._reference_to_save()
+                args.save,
+                rollout_id,
+                self.model,
+                optimizer,
+                self.progress,
+                reference=self._reference_to_save(),
+                background=self._background_save(),
             )
+
+    def _background_save(self) -> Any:
+        """What writes checkpoints while training goes on; None without `--async-save`."""
+        from slime.backends.megatron_utils.async_save import BackgroundSave
+
+        if self.args.async_save and self._saving is None:
+            self._saving = BackgroundSave()
+        return self._saving
+
+    def _finish_save(self, wait: bool) -> None:
+        """Publish the checkpoint that is being written, if there is one; without `wait` only if it is done."""
+        if self._saving is None:
+            return
+        if wait:
+            self._saving.finish()
+        else:
+            self._saving.poll()
 
     def _reference_to_save(self) -> Callable[[], AbstractContextManager] | None:
         """A context in which the model holds the reference, when that cannot be found elsewhere."""
@@ -325,5 +355,6 @@ class MegatronTrainer(TrainRayActor):
         from slime.backends.megatron_utils.parallel import destroy_parallel
 
         if dist.is_initialized():
+            self._finish_save(wait=True)
             destroy_parallel()
             dist.destroy_process_group()

@@ -1,10 +1,14 @@
 """A resumed run is the uninterrupted one, in the same layout and in another; exports are Hugging Face directories."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from slime.backends.fsdp_utils.checkpoint import AtomicDirectory, CheckpointError
 from slime.backends.megatron_utils import compat
+from slime.backends.megatron_utils.async_save import BackgroundSave
 from slime.backends.megatron_utils.hf_files import HFTensors
 from tests.backends.megatron.families import save_family
 from tests.backends.megatron.worlds import parameters_of, start_trainer, stop_trainer, train_rollout
@@ -24,6 +28,7 @@ TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CHANGES = {"EP2 -> EP2": (EP2, EP2), "TP2 -> PP2": (TP2SP, PP2), "PP2 -> DP2": (PP2, {})}
+BACKGROUND = "TP2 -> PP2"
 
 STAND_INS = {
     "Tensor.cuda",
@@ -68,11 +73,17 @@ def runs(rank, world_size, port, path, root):
     stop_trainer()
     for name, (before, after) in CHANGES.items():
         save = f"{root}/{name.replace(' ', '')}"
-        first = trainer(before, save=save, save_hf=save + "/hf-{rollout_id}")
+        background = name == BACKGROUND
+        first = trainer(before, save=save, save_hf=save + "/hf-{rollout_id}", async_save=background)
         for rollout_id in range(2):
             train_rollout(first, rollout_id)
         first.save_model(1)
         saved = parameters_of(first)
+        if background:  # training goes on and changes what is being written
+            results["tracker while writing"] = Path(save, "latest_checkpointed_iteration.txt").exists()
+            train_rollout(first, 7)
+            first._finish_save(wait=True)
+            results["files"] = sorted(path.name for path in Path(save, "iter_0000001").iterdir())
         stop_trainer()
         second = trainer(after, load=save)
         loaded = parameters_of(second)
@@ -88,6 +99,11 @@ def runs(rank, world_size, port, path, root):
             "end": parameters_of(second),
         }
         stop_trainer()
+        if background:
+            third = trainer(after, ref_load=save, load=save, finetune=True)
+            results["reference"] = all(torch.equal(saved[n], t) for n, t in parameters_of(third).items())
+            results["fresh"] = (third.start_rollout_id, third._resumed, third.optimizer.steps_done)
+            stop_trainer()
     dist.destroy_process_group()
     results["stand-ins"] = set(compat.hits)
     return results
@@ -126,3 +142,37 @@ def test_exactly_these_stand_ins_for_cuda_are_needed(results):
 @pytest.mark.integration
 def test_load_takes_a_hugging_face_directory(results):
     assert all(rank["direct"] for rank in results)
+
+
+@pytest.mark.integration
+def test_a_checkpoint_in_the_background_is_published_when_it_is_complete(results):
+    for rank in results:
+        assert not rank["tracker while writing"]
+        assert {"metadata.json", "common.pt", "meta.json", "rng.pt"} <= set(rank["files"])
+
+
+@pytest.mark.integration
+def test_ref_load_takes_a_torch_dist_checkpoint(results):
+    for rank in results:
+        assert rank["reference"]
+        assert rank["fresh"] == (0, False, 0)
+
+
+@pytest.mark.integration
+def test_a_failed_write_in_the_background_is_an_error_on_finish(tmp_path):
+    compat.install()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        directory = AtomicDirectory(tmp_path / "iter_0000001")
+        directory.prepare()
+        request = AsyncRequest(lambda *_: Path("/nowhere/file").write_text(""), (0, [], None), [], preload_fn=list)
+        saving = BackgroundSave()
+        saving.start(request, directory, directory.publish)
+        with pytest.raises(CheckpointError, match="/nowhere/file"):
+            saving.finish()
+        assert list(tmp_path.iterdir()) == []
+        saving.finish()
+    finally:
+        dist.destroy_process_group()

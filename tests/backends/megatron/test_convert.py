@@ -1,4 +1,4 @@
-"""The conversion tools as users run them: there and back again is the checkpoint, bit for bit."""
+"""Conversion as users run it: there and back again is the checkpoint, bit for bit, in little memory."""
 
 import subprocess
 import sys
@@ -7,32 +7,109 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.backends.megatron_utils.hf_files import HFTensors
+from slime.backends.megatron_utils.hf_files import INDEX, HFTensors
+from slime.convert import COMMANDS, main
 from tests.backends import trainers
-from tests.backends.megatron.families import save_family
+from tests.backends.megatron.families import CASES, save_family
 from tests.tiny_model import save_tiny_model
 
 TOOLS = Path(__file__).parents[3] / "tools"
+MEASURED = """
+import sys, threading
+from slime.convert import main
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+main(sys.argv[1].split())  # imports everything
+peak, done = [0], threading.Event()
+before = anonymous()
+
+def watch():
+    while not done.wait(0.002):
+        peak[0] = max(peak[0], anonymous())
+
+thread = threading.Thread(target=watch)
+thread.start()
+main(sys.argv[2].split())
+done.set()
+thread.join()
+print("kilobytes:", peak[0] - before)
+"""
 
 
-def run(*command: str) -> None:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, cwd=TOOLS.parent)
+def run(*command: str) -> str:
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, cwd=TOOLS.parent)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def same(before: Path, after: Path) -> None:
+    with HFTensors(str(before)) as expected, HFTensors(str(after)) as found:
+        assert set(expected.names()) == set(found.names())
+        for name in expected.names():
+            assert torch.equal(expected[name], found[name]), name
 
 
 @pytest.mark.integration
-def test_round_trip(tmp_path):
-    origin, middle, back = str(tmp_path / "hf"), str(tmp_path / "torch_dist"), str(tmp_path / "back")
-    save_family("deepseek_v3", origin)
-    run(f"{TOOLS}/convert_hf_to_torch_dist.py", "--hf-checkpoint", origin, "--save", middle, "--dtype", "float32")
-    source = f"{middle}/iter_0000000"
-    flags = ("--input-dir", source, "--output-dir", back, "--origin-hf-dir", origin, "--dtype", "float32")
-    run(f"{TOOLS}/convert_torch_dist_to_hf.py", *flags)
-    with HFTensors(origin) as before, HFTensors(back) as after:
-        assert set(before.names()) == set(after.names())
-        for name in before.names():
-            assert torch.equal(before[name], after[name]), name
-    assert (tmp_path / "back" / "config.json").read_text() == (tmp_path / "hf" / "config.json").read_text()
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip(tmp_path, case):
+    origin, middle, back = tmp_path / "hf", tmp_path / "torch_dist", tmp_path / "back"
+    save_family(case, str(origin))
+    flags = ["--hf-checkpoint", str(origin), "--save", str(middle), "--dtype", "float32"]
+    assert main(["hf-to-torch-dist", *flags]) == 0
+    flags = ["--input-dir", f"{middle}/iter_0000000", "--output-dir", str(back), "--origin-hf-dir", str(origin)]
+    assert main(["torch-dist-to-hf", *flags, "--dtype", "float32", "--chunk-size", "20000"]) == 0
+    same(origin, back)
+    assert (back / INDEX).is_file()
+    assert (back / "config.json").read_text() == (origin / "config.json").read_text()
+
+
+def large_model(path: Path) -> int:
+    """A model of 134 MB; its size in kilobytes."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=4096,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    model.save_pretrained(path, max_shard_size="20MB")
+    return sum(p.numel() for p in model.parameters()) * 4 // 1024
+
+
+@pytest.mark.integration
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    save_family("qwen3", str(tmp_path / "tiny"))
+    kilobytes = large_model(tmp_path / "large")
+    there = "hf-to-torch-dist --hf-checkpoint {0}/{1} --save {0}/{1}-middle --dtype float32"
+    back = "torch-dist-to-hf --input-dir {0}/{1}-middle/iter_0000000 --output-dir {0}/{1}-back --origin-hf-dir {0}/{1}"
+    back += " --dtype float32 --chunk-size 10000000"
+    for command in (there, back):
+        words = [command.format(tmp_path, name) for name in ("tiny", "large")]
+        assert int(run("-c", MEASURED, *words).split("kilobytes:")[1]) < kilobytes / 2
+    same(tmp_path / "large", tmp_path / "large-back")
+
+
+@pytest.mark.unit
+def test_mistakes_are_named(tmp_path, capsys):
+    assert main(["hf-to-torchdist"]) == 2
+    assert "did you mean hf-to-torch-dist?" in capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in ["usage: slime convert"]) and len(COMMANDS) == 5
+    with pytest.raises(SystemExit):
+        main(["hf-to-torch-dist", "--hf-checkpoint", str(tmp_path), "--save", str(tmp_path / "x")])
+    assert "has no config.json" in capsys.readouterr().err
+    flags = ["--input-dir", str(tmp_path), "--output-dir", str(tmp_path / "x"), "--origin-hf-dir", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main(["torch-dist-to-hf", *flags])
+    assert "holds no torch_dist checkpoint" in capsys.readouterr().err
 
 
 def fsdp_checkpoint(rank, world_size, port, path, save):
@@ -56,3 +133,10 @@ def test_fsdp_checkpoint_to_hf(tmp_path):
         assert set(written.names()) == set(trained)
         for name, tensor in trained.items():
             assert torch.equal(written[name], tensor), name
+    assert not [path for path in Path(out).iterdir() if path.is_dir()]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("tool", sorted(path.name for path in TOOLS.glob("*.py")))
+def test_every_tool_runs(tool):
+    assert "usage:" in run(f"{TOOLS}/{tool}", "--help")
