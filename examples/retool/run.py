@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Sequence
 
 from examples.common.launch import parse, slime
 from examples.common.tiny import SFT_BATCH, model_from_demonstrations, write_jsonl
 
-SFT_STEPS = 120
-MEANING = {"plus": "+", "blick": "*"}
-"""What the words mean. The demonstrations know `plus` and guess `blick`: what raises accuracy is the reward."""
-GUESSES = {"plus": "+", "blick": "+*"}
+SFT_STEPS = 160
+OPERATORS = {"+": operator.add, "-": operator.sub}
+MEANING = {"blick": "-", "dax": "+"}
+"""What the words mean. The demonstrations guess, every guess a fair coin: what raises accuracy is the reward."""
 
 
 def problem(rng: random.Random) -> tuple[str, str, int, int]:
     """(question, word, first number, second number)"""
-    word, a, b = rng.choice(sorted(MEANING)), rng.randint(11, 40), rng.randint(11, 40)
+    word, a, b = rng.choice(sorted(MEANING)), rng.randint(21, 40), rng.randint(2, 20)
     return f"What is {a} {word} {b}?", word, a, b
 
 
-def evaluate(operator: str, a: int, b: int) -> int:
-    return a + b if operator == "+" else a * b
-
-
 def demonstration(rng: random.Random) -> list[dict[str, str]]:
-    question, word, a, b = problem(rng)
-    operator = rng.choice(GUESSES[word])
-    result = evaluate(operator, a, b)
-    answer = f"<code>print({a} {operator} {b})</code>\n<output>{result}</output>\n#### {result}"
+    question, _, a, b = problem(rng)
+    sign = rng.choice(sorted(OPERATORS))
+    result = OPERATORS[sign](a, b)
+    answer = f"<code>print({a} {sign} {b})</code>\n<output>{result}</output>\n#### {result}"
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def prompt(rng: random.Random) -> dict[str, object]:
     question, word, a, b = problem(rng)
-    return {"messages": [{"role": "user", "content": question}], "label": str(evaluate(MEANING[word], a, b))}
+    return {"messages": [{"role": "user", "content": question}], "label": str(OPERATORS[MEANING[word]](a, b))}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

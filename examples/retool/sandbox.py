@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import socket
+import subprocess
 import sys
-import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,40 +49,80 @@ async def run_python(code: str, limits: Limits = Limits()) -> Result:
     Raises:
         SandboxUnavailable: not Linux on x86_64 or aarch64, or seccomp is off.
     """
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as empty:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(CHILD), str(limits.cpu_seconds), str(limits.memory_bytes),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            cwd=empty, env={"LC_ALL": "C.UTF-8"}, start_new_session=True,
-        )  # fmt: skip
-        try:
-            return await _talk(process, code, limits)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-            while await process.stdout.read(65536):
-                pass  # asyncio sees the end of a process only after the end of its output
-            await process.wait()
-
-
-async def _talk(process: asyncio.subprocess.Process, code: str, limits: Limits) -> Result:
-    ready = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
-    if ready.strip() != b"ready":
-        raise SandboxUnavailable(f"the sandbox did not start: {ready.decode(errors='replace').strip() or 'no answer'}")
-    process.stdin.write(code.encode())
-    process.stdin.close()
-    received = bytearray()
-
-    async def read() -> str:
-        while chunk := await process.stdout.read(65536):
-            received.extend(chunk)
-            if len(received) > limits.output_bytes:
-                return "output"
-        code = await process.wait()
-        return {0: "ok", 1: "error"}.get(code, "killed")
-
+    ours, theirs = socket.socketpair()
+    with theirs:
+        _forks.start(theirs, limits)
+    reader, writer = await asyncio.open_connection(sock=ours)
     try:
-        status = await asyncio.wait_for(read(), limits.wall_seconds)
+        return await _talk(reader, writer, code, limits)
+    finally:
+        writer.close()
+
+
+async def _talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, code: str, limits: Limits) -> Result:
+    ready, _, pid = (await asyncio.wait_for(reader.readline(), START_SECONDS)).decode(errors="replace").partition(" ")
+    if ready != "ready":
+        raise SandboxUnavailable(f"the sandbox did not start: {ready} {pid}".rstrip())
+    # It waits for the code now, so that this is surely its process, whatever becomes of its number.
+    process = os.pidfd_open(int(pid))
+    received = bytearray()
+    try:
+        writer.write(code.encode())
+        writer.write_eof()
+        status = await asyncio.wait_for(_read(reader, received, limits.output_bytes), limits.wall_seconds)
     except asyncio.TimeoutError:
         status = "timeout"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
     return Result(received[: limits.output_bytes].decode(errors="replace"), status)
+
+
+async def _read(reader: asyncio.StreamReader, received: bytearray, limit: int) -> str:
+    """Collect the output; returns the status."""
+    with contextlib.suppress(ConnectionResetError):  # it ended before it had read all of the code
+        while chunk := await reader.read(65536):
+            received.extend(chunk)
+            if len(received) > limit + len(b"\0error"):
+                return "output"
+    for status in ("ok", "error"):
+        mark = b"\0" + status.encode()
+        if received.endswith(mark):
+            del received[-len(mark) :]
+            return status
+    return "killed"
+
+
+class _Forks:
+    """The process that forks for every piece of code. It ends with this one, and is started again if it was killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen | None = None
+
+    def start(self, connection: socket.socket, limits: Limits) -> None:
+        message = f"{limits.cpu_seconds} {limits.memory_bytes}".encode()
+        with self._lock:
+            if self._control is not None:
+                with contextlib.suppress(ConnectionError):  # it was killed
+                    socket.send_fds(self._control, [message], [connection.fileno()])
+                    return
+                self._process.wait()
+            self._process, self._control = _spawn()
+            socket.send_fds(self._control, [message], [connection.fileno()])
+
+
+def _spawn() -> tuple[subprocess.Popen, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(CHILD), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()], cwd="/", env={"LC_ALL": "C.UTF-8"}, start_new_session=True,
+        )  # fmt: skip
+    return process, ours
+
+
+_forks = _Forks()

@@ -1,9 +1,15 @@
-"""The inside of the sandbox (see sandbox.py): gives up its rights, then runs what comes on standard input."""
+"""The inside of the sandbox (see sandbox.py).
+
+One process imports what code may use and then forks for every piece of code: the fork gives up its rights, runs what
+comes on its socket, and prints to it.
+"""
 
 import ctypes
 import os
 import platform
 import resource
+import signal
+import socket
 import sys
 
 MODULES = (
@@ -58,32 +64,49 @@ def confine():
         raise OSError(ctypes.get_errno(), "seccomp is not available")
 
 
-def main(cpu_seconds, memory_bytes):
-    for name in MODULES.split():
-        __import__(name)
-    "".encode("idna")  # codecs are looked up in files
-    os.closerange(3, 4096)
+def run(cpu_seconds, memory_bytes):
+    """Run the code on standard input; returns its status."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-    resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, used + cpu_seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     try:
         confine()
     except OSError as error:
         print(error, flush=True)
-        return 3
-    print("ready", flush=True)
-    code = sys.stdin.read()
+        return "unavailable"
+    print("ready", os.getpid(), flush=True)
     try:
-        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+        exec(compile(sys.stdin.read(), "<code>", "exec"), {"__name__": "__main__"})
     except SystemExit:
         pass
     except BaseException as error:
         print(f"{type(error).__name__}: {error}")
-        return 1
+        return "error"
     finally:
         sys.stdout.flush()
-    return 0
+    return "ok"
 
 
-os._exit(main(*map(int, sys.argv[1:])))
+def serve(control):
+    """Fork for every message: its two numbers are the limits, the socket with it is the code's input and output."""
+    for name in MODULES.split():
+        __import__(name)
+    "".encode("idna")  # codecs are looked up in files
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        message, sockets, _, _ = socket.recv_fds(control, 64, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            os.setsid()
+            os.dup2(sockets[0], 0)
+            os.dup2(sockets[0], 1)
+            os.closerange(3, 4096)
+            status = run(*map(int, message.split()))
+            os.write(1, b"\0" + status.encode())
+            os._exit(0)
+        os.close(sockets[0])
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,11 +1,14 @@
 """The walls of the sandbox, tried from inside."""
 
 import asyncio
+import os
+import signal
 import time
 
+import psutil
 import pytest
 
-from examples.retool.sandbox import Limits, run_python
+from examples.retool.sandbox import CHILD, Limits, run_python
 
 pytestmark = pytest.mark.integration
 
@@ -78,3 +81,29 @@ def test_limits(code, limits, status):
     result = run(code, **limits)
     assert result.status == status and len(result.output) <= 4096
     assert time.monotonic() - started < 15
+
+
+def sandboxes():
+    return [p for p in psutil.Process().children(recursive=True) if str(CHILD) in p.cmdline()]
+
+
+def test_many_at_once_and_none_is_left():
+    async def many():
+        return await asyncio.gather(*(run_python(f"print({i})") for i in range(40)))
+
+    assert [result.output for result in asyncio.run(many())] == [f"{i}\n" for i in range(40)]
+    # Code that closes its output and stays is ended, too.
+    code = "import sys, time; posix = sys.modules['posix']\nposix.close(0); posix.close(1); time.sleep(60)"
+    assert run(code).status == "killed"
+    deadline = time.monotonic() + 10
+    while len(sandboxes()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(sandboxes()) == 1, "the one that forks"
+
+
+def test_it_starts_again_when_it_was_killed():
+    run("pass")
+    (process,) = sandboxes()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert run("print(1)").output == "1\n" and len(sandboxes()) == 1
