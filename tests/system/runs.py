@@ -65,10 +65,11 @@ class TrainRun:
         }
         argv = [str(word) for item in defaults.items() for word in item]
         joined = {} if ray is None else {"RAY_ADDRESS": ray}
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
         self.process = subprocess.Popen(
             [sys.executable, script, *argv, "--use-dynamic-batch-size", "--ci-test", *map(str, flags)],
             cwd=ROOT,
-            env={**os.environ, **joined, MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **joined, MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
