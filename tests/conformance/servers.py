@@ -21,6 +21,11 @@ class SGLangServer(EngineServer):
         args.offload_rollout = True
         return launch_command(args, rank=0, host="127.0.0.1"), launch_env(args, [])
 
+    def stop(self) -> None:
+        """Its processes end with it; asked politely it takes its time, half a minute on a busy machine."""
+        self.process.kill()
+        self.process.wait(30)
+
     def wait(self) -> SGLangServer:
         super().wait()
         self.wait_healthy()

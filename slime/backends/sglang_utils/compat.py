@@ -99,13 +99,11 @@ def deterministic_attention_backends() -> tuple[str, ...]:
     return next((tuple(re.findall(r"\"(\w+)\"", found[1])) for found in listed if found), ())
 
 
-def sampling_fields() -> frozenset[str] | None:
-    """What `sampling_params` may hold; None from 0.5.18 on, where SGLang refuses other fields with a message.
+def sampling_fields() -> frozenset[str]:
+    """What `sampling_params` may hold: releases up to 0.5.20 answer other fields with an internal error.
 
     Imports SGLang: for its own process only.
     """
-    if parse_version(installed_version() or "0") >= (0, 5, 18):
-        return None
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     return frozenset(inspect.signature(SamplingParams).parameters)

@@ -53,7 +53,7 @@ class Front:
         model_path: checkpoint whose vocabulary bounds token ids.
         keeps_released_weights: the server runs with `--enable-weights-cpu-backup`.
         on_cpu: it runs without CUDA.
-        sampling_fields: what may stand in `sampling_params`, where the release does not look itself.
+        sampling_fields: what may stand in `sampling_params`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Front:
         model_path: str,
         keeps_released_weights: bool,
         on_cpu: bool,
-        sampling_fields: frozenset[str] | None,
+        sampling_fields: frozenset[str],
     ):
         self.app = app
         self.sampling_fields = sampling_fields
@@ -188,8 +188,6 @@ class Front:
             return
         self._check_token_ids(request.get("input_ids"))
         given = request.get("sampling_params")
-        if self.sampling_fields is None:
-            return
         for params in given if isinstance(given, list) else [given]:
             unknown = sorted(set(params) - self.sampling_fields) if isinstance(params, dict) else []
             if unknown:

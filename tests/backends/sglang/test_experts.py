@@ -50,8 +50,6 @@ def servers(moe_dir, tmp_path_factory):
         yield [server.wait() for server in servers]
     finally:
         for server in servers:
-            server.process.terminate()
-        for server in servers:
             server.stop()
 
 
