@@ -8,7 +8,7 @@ from tests.system.runs import TrainRun
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
 
-def test_a_frozen_model_beside_the_policy(tmp_path, tiny_model_dir):
+def test_a_frozen_model_beside_the_policy(tmp_path, tiny_model_dir, local_ray):
     models = [
         {"name": "judge", "update_weights": False, "server_groups": [{"num_gpus": 1}]},
         {
@@ -20,9 +20,8 @@ def test_a_frozen_model_beside_the_policy(tmp_path, tiny_model_dir):
     config.write_text(yaml.safe_dump({"sglang": models}))
     flags = ["--colocate", "--sglang-config", config, "--custom-rm-path", "tests.system.hooks.judged"]
     flags += ["--use-opd", "--opd-teacher-url", "judge", "--use-slime-router"]
-    run = TrainRun(tmp_path, tiny_model_dir, *flags)
+    run = TrainRun(tmp_path, tiny_model_dir, *flags, ray=local_ray)
     assert run.finish() == 0, run.stderr
-    assert run.gone_within(0)
     steps, rollouts = run.metrics("train/step"), run.metrics("rollout/step")
     # The judge is the policy as it was before training: its log-probs part from the policy's with the first step.
     assert abs(steps[0]["train/opd_reverse_kl"]) < 1e-5 < abs(steps[-1]["train/opd_reverse_kl"])
