@@ -22,7 +22,7 @@ from typing import Any
 
 from slime.arguments.flag import OPTIONAL_BOOL, Family, Flag, integer, number, text
 from slime.arguments.source import literal, name_of, strip_optional, text_of
-from slime.backends.megatron_utils.fields import ALIASES, OWNED, refusal
+from slime.backends.megatron_utils.fields import ALIASES, owned, refusal
 
 CLASSES: dict[str, str] = {
     "ModelParallelConfig": "model_parallel_config.py",
@@ -226,7 +226,7 @@ def _from_call(node: ast.Call, taken: set[str]) -> Flag | None:
         return None
     dest = literal(options.get("dest")) or names[0][2:].replace("-", "_")
     names = [name for name in names if name not in taken]
-    if not names or dest in taken or dest in OWNED:
+    if not names or dest in taken or any(owned(name) for name in names):
         return None
     action, nargs = literal(options.get("action")), literal(options.get("nargs"))
     shape: dict[str, Any] = {"type": _converter(options.get("type"))}

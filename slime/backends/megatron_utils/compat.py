@@ -9,6 +9,7 @@ needed.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import warnings
 from collections import Counter
@@ -157,6 +158,14 @@ def install() -> bool:
     return True
 
 
+def of_class(mlp: Any, kind: type) -> Any:
+    """The spec of a feed-forward layer, of class `kind` instead: a ModuleSpec before 0.19, a partial call since."""
+    if isinstance(mlp, functools.partial):
+        return functools.partial(kind.as_mlp_submodule, *mlp.args, **mlp.keywords)
+    mlp.module = kind
+    return mlp
+
+
 def _disable_compilation() -> None:
     """Megatron compiles its small fused functions when they are defined. On CPU that costs more than it gives, and
     ranks that compile at once spoil each other's cache; so it is switched off while they are imported."""
@@ -178,7 +187,27 @@ def _patch_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config"):
+        _patch_latent_projection()
     _patch_optimizer_loading()
+
+
+def _patch_latent_projection() -> None:
+    """0.19 asks for a projection fused with a norm, which only Transformer Engine has, for queries of latent attention
+    that are neither projected down nor normalised. Here it is the plain projection."""
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    fused = QKNormConfigResolver._mla_fused_linear_or_default
+    if hasattr(fused, "__wrapped__"):
+        return
+
+    @functools.wraps(fused)
+    def plain(self, module_spec, module_name):
+        if module_name == "linear_q_proj" and self.fused_norm_linear_impl is None:
+            return module_spec or self.linear_impl
+        return fused(self, module_spec, module_name)
+
+    QKNormConfigResolver._mla_fused_linear_or_default = plain
 
 
 def _patch_optimizer_loading() -> None:

@@ -13,12 +13,13 @@ class HostAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, optimizer: torch.optim.AdamW):
-        super().__init__(optimizer.param_groups, fused=True)
-        self.param_groups = optimizer.param_groups
+        self.__dict__.update(optimizer.__dict__)  # parameters may be views, which a new optimizer does not take
         self._copies = {p: on_host(p) for group in self.param_groups for p in group["params"]}
         self._host = torch.optim.AdamW(
-            [{**group, "params": [self._copies[p] for p in group["params"]]} for group in self.param_groups],
-            fused=True,
+            [
+                {**group, "params": [self._copies[p] for p in group["params"]], "fused": True, "foreach": False}
+                for group in self.param_groups
+            ]
         )
 
     @torch.no_grad()

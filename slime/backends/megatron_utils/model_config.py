@@ -50,6 +50,7 @@ def transformer_config(
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": True,
+        "transformer_impl": "local",
         # Kernels of Transformer Engine and apex.
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
