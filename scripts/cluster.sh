@@ -21,14 +21,30 @@ launch() {
     fi
     : "${HEAD:?set HEAD to the address of node 0}"
     export RAY_ADDRESS="$HEAD:$RAY_PORT" RAY_USAGE_STATS_ENABLED=0
+    local patience=${RAY_WAIT_SECONDS:-600}
     if [ "$NODE_RANK" -ne 0 ]; then
+        "$PYTHON" - "$HEAD" "$RAY_PORT" "$patience" <<'WAIT' || return 1
+import socket
+import sys
+import time
+
+head, port, end = sys.argv[1], int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+while True:
+    try:
+        socket.create_connection((head, port), timeout=5).close()
+        break
+    except OSError as error:
+        if time.monotonic() > end:
+            sys.exit(f"node 0 does not answer at {head}:{port} ({error}): run this script there with NODE_RANK=0")
+        time.sleep(1)
+WAIT
         exec ray start --block --address "$RAY_ADDRESS" --num-gpus "$GPUS_PER_NODE" --disable-usage-stats
     fi
     ray start --block --head --node-ip-address "$HEAD" --port "$RAY_PORT" --num-gpus "$GPUS_PER_NODE" \
         --include-dashboard false --disable-usage-stats &
     local head=$!
     trap 'kill "$head" 2>/dev/null; wait "$head" 2>/dev/null' EXIT
-    "$PYTHON" - "$NODES" "${RAY_WAIT_SECONDS:-600}" <<'WAIT' || return 1
+    "$PYTHON" - "$NODES" "$patience" <<'WAIT' || return 1
 import sys
 import time
 

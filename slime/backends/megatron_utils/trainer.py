@@ -313,13 +313,16 @@ class MegatronTrainer(TrainRayActor):
                 optimizer,
                 self.progress,
                 reference=self._reference_to_save(),
-                background=self._background_save(),
+                background=self._background_save(rollout_id),
             )
 
-    def _background_save(self) -> Any:
-        """What writes checkpoints while training goes on; None without `--async-save`."""
+    def _background_save(self, rollout_id: int) -> Any:
+        """What writes checkpoints while training goes on; None without `--async-save` and for the last one."""
         from slime.backends.megatron_utils.async_save import BackgroundSave
 
+        if self.args.num_rollout is not None and rollout_id + 1 >= self.args.num_rollout:
+            self._finish_save(wait=True)
+            return None
         if self.args.async_save and self._saving is None:
             self._saving = BackgroundSave()
         return self._saving

@@ -83,6 +83,7 @@ def runs(rank, world_size, port, path, root):
             results["tracker while writing"] = Path(save, "latest_checkpointed_iteration.txt").exists()
             train_rollout(first, 7)
             first._finish_save(wait=True)
+            results["last in the background"] = first._background_save(first.args.num_rollout - 1) is not None
             results["files"] = sorted(path.name for path in Path(save, "iter_0000001").iterdir())
         stop_trainer()
         second = trainer(after, load=save)
@@ -148,6 +149,7 @@ def test_load_takes_a_hugging_face_directory(results):
 def test_a_checkpoint_in_the_background_is_published_when_it_is_complete(results):
     for rank in results:
         assert not rank["tracker while writing"]
+        assert not rank["last in the background"]
         assert {"metadata.json", "common.pt", "meta.json", "rng.pt"} <= set(rank["files"])
 
 
