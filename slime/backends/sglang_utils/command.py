@@ -12,6 +12,7 @@ from slime.arguments.families.engine import shared_server_flags
 from slime.arguments.parser import SERVER_FLAGS
 from slime.backends.sglang_utils.arguments import given_words, to_words
 from slime.backends.sglang_utils.cpu import CPU_ENGINE, CPU_FLAGS
+from slime.utils.checkpoint_files import checkpoint_headers
 
 QUIET_FLAGS = {"log_level_http": "warning"}
 """A line per request would bury what the log is read for."""
@@ -65,7 +66,7 @@ def _own_arguments(
         own |= {
             "enable_lora": True,
             "max_lora_rank": args.lora_rank,
-            "lora_target_modules": ["all"] if args.lora_target_modules == ["all-linear"] else args.lora_target_modules,
+            "lora_target_modules": adapted_modules(args),
             "max_loras_per_batch": 2,  # the policy's, and requests for the base
             # Nobody sends the base again after its memory was released.
             "enable_weights_cpu_backup": own["enable_memory_saver"],
@@ -78,6 +79,17 @@ def _own_arguments(
     if nnodes > 1:
         own |= {"nnodes": nnodes, "node_rank": node_rank, "dist_init_addr": dist_init_addr}
     return own
+
+
+def adapted_modules(args: Namespace) -> list[str]:
+    """Names of the modules that get adapters, of those in the checkpoint's decoder layers; `all` also means
+    embeddings and the output layer to SGLang."""
+    given = args.lora_target_modules
+    if given == ["all-linear"]:
+        headers = checkpoint_headers(args.hf_checkpoint).items()
+        matrices = [name for name, entry in headers if ".layers." in name and len(entry["shape"]) == 2]
+        given = sorted({name.removesuffix(".weight").rsplit(".", 1)[-1] for name in matrices})
+    return [name for name in given if name not in (args.lora_exclude_modules or ())]
 
 
 def tensor_parallel_size(args: Namespace) -> int:

@@ -130,3 +130,19 @@ def test_servers_that_share_a_request():
     assert given["--disaggregation-mode"] == "prefill" and given["--disaggregation-bootstrap-port"] == "10064"
     given = options(launch_command(arguments(sglang_disaggregation_mode="decode"), 1, "127.0.0.1"))
     assert given["--disaggregation-mode"] == "decode" and "--disaggregation-bootstrap-port" not in given
+
+
+def test_adapters_beside_the_base(tiny_model_dir):
+    words = ("--hf-checkpoint", tiny_model_dir, "--lora-rank", "8", "--lora-sync", "adapter")
+    command = launch_command(arguments(*words, offload_rollout=True), 0, "127.0.0.1")
+    at = command.index("--lora-target-modules") + 1
+    modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert command[at : at + 7] == modules and command[at + 7].startswith("--")
+    given = options(command)
+    assert given["--enable-lora"] is True and given["--max-lora-rank"] == "8"
+    assert given["--enable-weights-cpu-backup"] is True  # nobody sends the base again
+    some = arguments(*words, "--lora-target-modules", "q_proj", "v_proj", "--lora-exclude-modules", "v_proj")
+    command = launch_command(some, 0, "127.0.0.1")
+    assert command[command.index("--lora-target-modules") + 1 :][:2] == ["q_proj", "--max-loras-per-batch"]
+    assert "--enable-weights-cpu-backup" not in command
+    assert "--enable-lora" not in launch_command(arguments(*words[:4]), 0, "127.0.0.1")
