@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--custom-generate-function-path": "examples.search_r1.generate.generate",
         "--custom-rm-path": "examples.search_r1.generate.exact_match",
         "--log-multi-turn": None,
-        "--rollout-batch-size": 16,
+        "--rollout-batch-size": 32,
         "--n-samples-per-prompt": 8,
-        "--global-batch-size": 128,
-        "--num-rollout": 20,
+        "--global-batch-size": 256,
+        "--num-rollout": 30,
         "--run-dir": options.work / "run",
     }
     if options.model is not None:
