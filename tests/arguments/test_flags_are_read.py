@@ -42,6 +42,7 @@ CONSUMED_HERE = {
         "what is always done",
     ),
     "padded_vocab_size": "must agree with the checkpoint",
+    "num_layers_per_virtual_pipeline_stage": "becomes virtual_pipeline_model_parallel_size",
     **dict.fromkeys((*megatron.DESCRIBED, *megatron.SWITCHES, "add_bias_linear"), "must agree with the checkpoint"),
     **dict.fromkeys(
         ("eval_min_new_tokens", "eval_max_context_len", "n_samples_per_eval_prompt"), "part of eval_datasets"

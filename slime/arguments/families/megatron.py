@@ -4,7 +4,17 @@ import functools
 from typing import Any
 
 from slime.arguments import pending
-from slime.arguments.flag import STORE_FALSE, STORE_TRUE, Family, Flag, function_path, integer, number, text
+from slime.arguments.flag import (
+    OPTIONAL_BOOL,
+    STORE_FALSE,
+    STORE_TRUE,
+    Family,
+    Flag,
+    function_path,
+    integer,
+    number,
+    text,
+)
 from slime.backends.megatron_utils.fields import OWNED, owned
 
 __all__ = ("FAMILY", "INSTALL_MEGATRON", "PREFIX", "installed_families", "owned")
@@ -135,9 +145,9 @@ FAMILY = Family(
         flag("--custom-megatron-init-path", function_path, help="Called after Megatron is initialised."),
         flag("--custom-megatron-before-log-prob-hook-path", function_path, help="Called before log-probs."),
         flag("--custom-megatron-before-train-step-hook-path", function_path, help="Called before each step."),
-        megatron("--mtp-num-layers", integer, help="Layers of multi-token prediction."),
-        megatron("--mtp-loss-scaling-factor", number, 0.2, "Weight of the MTP loss."),
-        switch("--enable-mtp-training", "Train the MTP layers."),
+        flag("--mtp-num-layers", integer, help="Layers for multi-token prediction; as many as the checkpoint has."),
+        flag("--mtp-loss-scaling-factor", number, 0.2, "Weight of their loss."),
+        flag_switch("--enable-mtp-training", "Train them."),
         switch("--disable-weights-backuper", "Keep trainers awake until weights are synced."),
     ),
 )
@@ -154,5 +164,6 @@ def installed_families() -> tuple[Family, ...]:
     if fields is None:
         return ()
     own |= {name for row in fields.flags for name in (*row.names, row.dest)}
+    own |= {f"--no-{name[2:]}" for row in fields.flags if row.action == OPTIONAL_BOOL for name in row.names}
     training = training_family(without=own)
     return (fields, training) if training else (fields,)

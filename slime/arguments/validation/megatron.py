@@ -58,6 +58,7 @@ DESCRIBED: dict[str, Callable[[Architecture], Any]] = {
     "qk_head_dim": lambda a: a.get("qk_head_dim"),
     "qk_pos_emb_head_dim": lambda a: a.get("qk_pos_emb_head_dim"),
     "v_head_dim": lambda a: a.get("v_head_dim"),
+    "mtp_num_layers": lambda a: a.mtp_layers or None,
 }
 # Switches: given, they say that the model has this; left out, nothing.
 SWITCHES: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
@@ -116,6 +117,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         return
     _check_described(args, architecture, problems)
     _complete_virtual_stages(args, architecture, problems)
+    _check_drafts(args, architecture, problems)
     if not args.debug_rollout_only:
         _check_ranks(args, architecture, problems)
 
@@ -181,6 +183,17 @@ def _check_described(args: Namespace, architecture: Architecture, problems: Prob
             f"divisible-by {args.make_vocab_size_divisible_by} x --tensor-model-parallel-size {tensor}"
         )
         problems.add("--padded-vocab-size", args.padded_vocab_size, rule, "leave it out")
+
+
+def _check_drafts(args: Namespace, architecture: Architecture, problems: Problems) -> None:
+    if not args.enable_mtp_training:
+        return
+    if not architecture.mtp_layers:
+        rule = f"needs layers for multi-token prediction, and --hf-checkpoint {args.hf_checkpoint} has none"
+        problems.add("--enable-mtp-training", None, rule, "leave it out")
+    elif architecture.tied and args.pipeline_model_parallel_size > 1:
+        rule = "excludes pipeline stages for a model whose output layer is its embedding"
+        problems.add("--enable-mtp-training", None, rule, "use --tensor-model-parallel-size")
 
 
 def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems) -> None:

@@ -40,6 +40,10 @@ class MegatronTrainRayActor(MegatronTrainer):
             chunk_size=args.log_probs_chunk_size,
         )
 
+    def _load_model(self, architecture, *args, **overrides):
+        drafts = {"mtp_num_layers": architecture.mtp_layers} if self.args.enable_mtp_training else {}
+        return super()._load_model(architecture, *args, **{**drafts, **overrides})
+
     def _copy_initial_weights(self, with_ref: bool) -> None:
         from slime.backends.megatron_utils.routing import RolloutRouting
         from slime.backends.megatron_utils.teacher import Teacher
@@ -66,7 +70,9 @@ class MegatronTrainRayActor(MegatronTrainer):
         from slime.backends.megatron_utils.architecture import read_architecture
 
         architecture = read_architecture(path)
-        chunks, config = self._load_model(architecture, path, stock=True, moe_enable_routing_replay=False)
+        chunks, config = self._load_model(
+            architecture, path, stock=True, moe_enable_routing_replay=False, mtp_num_layers=None
+        )
         return chunks, self._forward_of(chunks, config, architecture)
 
     def _resume(self) -> bool:
@@ -197,9 +203,14 @@ class MegatronTrainRayActor(MegatronTrainer):
         args = self.args
         options = {} if self._routing is None else {"around": self._routing.around_training(step)}
 
-        def result(index: int, batch: MicroBatch, log_probs_R, entropy_R, logits=None):
+        def result(index: int, batch: MicroBatch, log_probs_R, entropy_R, *more):
             reduce = make_reducer(batch, args.calculate_per_token_loss)
+            logits = more[0] if args.loss_type == "custom_loss" else None
             loss, metrics = compute_loss(args, batch, log_probs_R, entropy_R, reduce, logits)
+            if args.enable_mtp_training:
+                drafts = -torch.stack([reduce(layer_R) for layer_R in more[-1]]).mean()
+                loss = loss + args.mtp_loss_scaling_factor * drafts
+                metrics["mtp_loss"] = drafts.detach()
             return loss, (metrics, batch.split(log_probs_R.detach()))
 
         kept = self.forward(
@@ -209,6 +220,7 @@ class MegatronTrainRayActor(MegatronTrainer):
             with_entropy=args.loss_type == "policy_loss",
             entropy_grad=args.entropy_coef != 0,
             with_logits=args.loss_type == "custom_loss",
+            with_drafts=args.enable_mtp_training,
             **options,
         )
         if "log_probs" not in data and args.loss_type == "policy_loss" and len(data.steps) == 1:

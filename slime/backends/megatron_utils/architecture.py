@@ -44,8 +44,8 @@ class Architecture:
     max_position_embeddings: int
     post_norms: bool = False
     """The outputs of attention and feed-forward are normalised, too."""
-    has_mtp: bool = False
-    """The checkpoint has layers for multi-token prediction."""
+    mtp_layers: int = 0
+    """Layers for multi-token prediction, after the others."""
 
     def __getitem__(self, name: str) -> Any:
         return self.transformer[name]
@@ -58,6 +58,12 @@ class Architecture:
         """Per layer: does it have experts?"""
         pattern = self.get("moe_layer_freq")
         return [bool(x) for x in pattern] if pattern else [False] * self["num_layers"]
+
+
+_NOT_IN_MEGATRON = {
+    "qwen3_next": "Megatron's gated delta net needs Transformer Engine and flash-linear-attention, and takes no "
+    "packed rows. Use --train-backend fsdp",
+}
 
 
 def read_architecture(path: str) -> Architecture:
@@ -86,6 +92,8 @@ def is_hf_directory(path: str | None) -> bool:
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The architecture that a parsed `config.json` describes. Raises as `read_architecture`."""
     model_type = config.get("model_type")
+    if model_type in _NOT_IN_MEGATRON:
+        raise UnsupportedModelError(f"model_type {model_type!r}: {_NOT_IN_MEGATRON[model_type]}")
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"--train-backend megatron does not know model_type {model_type!r}; it has {', '.join(sorted(FAMILIES))}. "
@@ -145,7 +153,7 @@ def _build(family: str, config: dict[str, Any], transformer: dict[str, Any], rop
         tied=config.get("tie_word_embeddings", False),
         rope=rope,
         max_position_embeddings=config.get("max_position_embeddings", 4096),
-        has_mtp=bool(config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")),
+        mtp_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
     )
 
 

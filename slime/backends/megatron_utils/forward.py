@@ -15,6 +15,7 @@ from torch import nn
 
 from slime.backends.megatron_utils import heads
 from slime.backends.megatron_utils.attention import packed_row
+from slime.backends.megatron_utils.drafts import Drafting, draft_row
 from slime.backends.megatron_utils.rotary import Rotary
 from slime.training.batch import MicroBatch
 from slime.training.context_parallel import ContextParallel, LocalRow, local_row
@@ -74,6 +75,7 @@ class RowForward:
         result: Result,
         *,
         backward: bool,
+        drafts: heads.LogProbs | None = None,
         around: Around = lambda *_: nullcontext(),
     ) -> list[Any]:
         """What `result` keeps of each micro-batch, in order; empty except on the last pipeline stage.
@@ -84,14 +86,19 @@ class RowForward:
         Args:
             head: (row, hidden states [T, D], output matrix) -> tensors [K] of the row's response tokens, which become
                 those [R] of the micro-batch; None, and tensors of another form, pass as they are.
+            drafts: for what the draft layers predict [layers, R], which comes last.
         """
 
         def step(iterator, chunk):
             index, batch = next(iterator)
             whole = padded(batch, self.pad_multiple, self.cp.size)
             row = local_row(whole, self.cp)
+            wanted = partial(head, row)
+            if drafts is not None:
+                depths = range(1, self.config.mtp_num_layers + 1)
+                wanted = Drafting(wanted, drafts, [draft_row(whole, row, depth) for depth in depths])
             with around(chunk, index, row, whole):
-                output = chunk(row.tokens, row.position_ids, self._packed(row), partial(head, row))
+                output = chunk(row.tokens, row.position_ids, self._packed(row), wanted)
             return output, partial(finish, index, batch, row)
 
         def finish(index, batch, row, output):
@@ -136,10 +143,11 @@ class Forward(RowForward):
         with_entropy: bool = False,
         entropy_grad: bool = False,
         with_logits: bool = False,
+        with_drafts: bool = False,
         around: Around = lambda *_: nullcontext(),
     ) -> list[Any]:
-        """As `run`; `result` gets log_probs [R], entropy [R] or None and, with `with_logits`, logits [1, T, V] of the
-        rank's row."""
+        """As `run`; `result` gets log_probs [R], entropy [R] or None; with `with_logits` logits [1, T, V] of the
+        rank's row; with `with_drafts` log-probs [layers, R] of the draft layers at temperature 1."""
         last = _unwrapped(self.chunks[-1])
         head = heads.LogProbs(
             rows_per_rank=last.vocab_size // self.config.tensor_model_parallel_size,
@@ -150,7 +158,10 @@ class Forward(RowForward):
             entropy_grad=entropy_grad,
             with_logits=with_logits,
         )
-        return self.run(batches, head, result, backward=backward, around=around)
+        drafts = None
+        if with_drafts:
+            drafts = replace(head, temperature=1.0, with_entropy=False, entropy_grad=False, with_logits=False)
+        return self.run(batches, head, result, backward=backward, drafts=drafts, around=around)
 
 
 class ValueForward(RowForward):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -12,10 +13,13 @@ from safetensors.torch import save_file
 
 from slime.backends.fsdp_utils.checkpoint import write_atomically
 from slime.backends.fsdp_utils.hf_export import WEIGHT_SUFFIXES
-from slime.backends.megatron_utils.hf_files import INDEX, SINGLE
+from slime.backends.megatron_utils.architecture import read_architecture
+from slime.backends.megatron_utils.hf_files import INDEX, SINGLE, HFTensors
+from slime.backends.megatron_utils.name_maps import DRAFT_LAYERS
 from slime.weight_sync.buckets import WeightSource
 
 SHARD_BYTES = 5 * 2**30
+DRAFTS = "model-mtp.safetensors"
 
 
 def export_hf(path: str, source: WeightSource, origin: str, shard_bytes: int = SHARD_BYTES) -> None:
@@ -23,7 +27,8 @@ def export_hf(path: str, source: WeightSource, origin: str, shard_bytes: int = S
 
     Args:
         source: names are the checkpoint's own.
-        origin: the checkpoint directory that the run started from; config, tokenizer and other small files are copied.
+        origin: the checkpoint directory that the run started from; config, tokenizer and other small files are copied,
+            and layers for multi-token prediction that `source` does not have.
 
     Raises:
         CheckpointError: it could not be written; nothing is left at `path`.
@@ -43,13 +48,30 @@ def export_hf(path: str, source: WeightSource, origin: str, shard_bytes: int = S
                 tensors = {spec.name: tensor.cpu().contiguous() for spec, tensor in zip(specs, out, strict=True)}
                 save_file(tensors, directory / name, metadata={"format": "pt"})
         if dist.get_rank() == 0:
-            if len(shards) > 1:
+            kept = _draft_layers(origin, without=weight_map)
+            if kept:
+                weight_map |= dict.fromkeys(kept, DRAFTS)
+                save_file(kept, directory / DRAFTS, metadata={"format": "pt"})
+            if len(shards) > 1 or kept:
                 size = sum(spec.nbytes for specs in shards for spec in specs)
+                size += sum(tensor.nbytes for tensor in kept.values())
                 index = {"metadata": {"total_size": size}, "weight_map": weight_map}
                 (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
             _copy_small_files(Path(origin), directory)
 
     write_atomically(Path(path), write)
+
+
+def _draft_layers(origin: str, without: Container[str]) -> dict[str, torch.Tensor]:
+    """The checkpoint's layers for multi-token prediction."""
+    architecture = read_architecture(origin)
+    if not architecture.mtp_layers:
+        return {}
+    first, kind = architecture["num_layers"], DRAFT_LAYERS[architecture.family]
+    prefixes = tuple(kind.prefix.format(draft=i, layer=first + i) for i in range(architecture.mtp_layers))
+    with HFTensors(origin) as checkpoint:
+        names = [name for name in checkpoint.names() if name.startswith(prefixes) and name not in without]
+        return {name: checkpoint[name] for name in names}
 
 
 def _shards(specs, shard_bytes: int) -> list[list]:

@@ -48,6 +48,20 @@ class Cut:
         return [torch.cat(shards, self.dim)]
 
 
+class Turned(Cut):
+    """The same after the halves of the last dimension have changed places."""
+
+    def shard(self, hf, rank, size, rows):
+        return super().shard([_turned(hf[0])], rank, size, rows)
+
+    def merge(self, shards):
+        return [_turned(whole) for whole in super().merge(shards)]
+
+
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat(tensor.chunk(2, -1)[::-1], -1)
+
+
 class Vocabulary:
     """Rows per token, padded with zeros so that all ranks have equally many."""
 
@@ -109,6 +123,7 @@ def layouts_of(architecture: Architecture) -> dict[str, Layout]:
     return {
         "replicated": Replicated(),
         "column": Cut(0),
+        "turned_column": Turned(0),
         "row": Cut(1),
         "glu": Glu(),
         "fused_glu": FusedGlu(),

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -22,6 +23,8 @@ from torch import nn
 
 from slime.backends.megatron_utils.architecture import Architecture, padded_vocab_size
 from slime.backends.megatron_utils.attention import PackedAttention, PackedRow
+from slime.backends.megatron_utils.compat import of_class
+from slime.backends.megatron_utils.drafts import Drafting, draft_block_spec, keep_activations, unnoticed
 from slime.backends.megatron_utils.latent import LatentAttention
 from slime.backends.megatron_utils.norm import RMSNorm
 from slime.backends.megatron_utils.sandwich import SandwichAttention, SandwichMLP
@@ -47,7 +50,8 @@ def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
+        without_query_norm = latent and config.q_lora_rank is None
+        attention.q_layernorm = IdentityOp if without_query_norm else RMSNorm
         if latent:
             attention.kv_layernorm = RMSNorm
             layer.self_attention.module = LatentAttention
@@ -55,7 +59,7 @@ def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
             attention.k_layernorm = RMSNorm
     if post_norms:
         layer.self_attention.module = SandwichAttention
-        layer.mlp.module = SandwichMLP
+        layer.mlp = of_class(layer.mlp, SandwichMLP)
     return spec
 
 
@@ -76,15 +80,32 @@ class PolicyGPT(GPTModel):
     def __init__(self, *args, real_vocab_size: int, **kwargs):
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
+        if self.mtp_process:
+            keep_activations(self.mtp)
 
     def forward(self, tokens_T: torch.Tensor, position_ids_T: torch.Tensor, row: PackedRow, head: Head | None):
         """Hidden states for the next stage, or what `head` returns on the last one."""
         return super().forward(tokens_T[None], position_ids_T[None], None, labels=head, packed_seq_params=row)
 
-    def _postprocess(self, hidden_states, labels=None, **unused):
+    def _postprocess(
+        self, hidden_states, input_ids=None, position_ids=None, labels=None, packed_seq_params=None, **unused
+    ):
         if not self.post_process:
             return hidden_states
-        return labels(self.head_input(hidden_states[:, 0]), self.output_rows())
+        out = labels(self.head_input(hidden_states[:, 0]), self.output_rows())
+        if not isinstance(labels, Drafting):
+            return out
+        drafted = self.mtp(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            hidden_states=hidden_states.detach().requires_grad_(),
+            attention_mask=None,
+            packed_seq_params=packed_seq_params,
+            embedding=lambda **tokens: unnoticed(self.embedding(**tokens)),
+        )
+        states = drafted.chunk(1 + len(labels.rows))[1:]
+        drafts = labels.drafts([self.head_input(state[:, 0]) for state in states], self.output_rows().detach())
+        return *out, drafts
 
     def head_input(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """The hidden states of all tokens of the row."""
@@ -153,6 +174,9 @@ def build_model(
         share_embeddings_and_output_weights=architecture.tied,
         # Attention rotates queries and keys itself; latent attention has its own rotary module.
         position_embedding_type="none",
+        mtp_block_spec=draft_block_spec(
+            config, layer_spec(config, architecture.moe_layers[-1], architecture.post_norms), vp_stage
+        ),
         vp_stage=vp_stage,
         real_vocab_size=architecture.vocab_size,
     )

@@ -119,3 +119,36 @@ NAME_MAPS: dict[str, tuple[Rule, ...]] = {
     "glm4_moe": DENSE + EXPERTS + SHARED_EXPERTS,
     "deepseek_v3": ENDS + NORMS + LATENT_ATTENTION + MLP + EXPERTS + SHARED_EXPERTS,
 }
+
+
+@dataclass(frozen=True)
+class DraftLayers:
+    """Layers for multi-token prediction: where the checkpoint has layer `{draft}` (from 0; `{layer}` counts on after
+    the model's own), and what it calls the parts beside those of an ordinary layer."""
+
+    prefix: str
+    parts: dict[str, tuple[str, str]]
+    """Megatron's name -> (layout, the checkpoint's)."""
+
+
+_NEXTN = DraftLayers(
+    BLOCK[1],
+    {
+        "enorm.weight": ("replicated", "enorm.weight"),
+        "hnorm.weight": ("replicated", "hnorm.weight"),
+        "eh_proj.weight": ("column", "eh_proj.weight"),
+        "final_layernorm.weight": ("replicated", "shared_head.norm.weight"),
+    },
+)
+_MIMO = DraftLayers(
+    "model.mtp_layers.{draft}.",
+    {
+        "enorm.weight": ("replicated", "token_layernorm.weight"),
+        "hnorm.weight": ("replicated", "hidden_layernorm.weight"),
+        # Its input is hidden state, then embedding.
+        "eh_proj.weight": ("turned_column", "input_proj.weight"),
+        "final_layernorm.weight": ("replicated", "final_layernorm.weight"),
+    },
+)
+DRAFT_LAYERS = {"qwen2": _MIMO, "glm4_moe": _NEXTN, "deepseek_v3": _NEXTN}
+"""By family. MiMo is Qwen2 with such layers."""

@@ -14,10 +14,11 @@ from torch import nn
 from slime.backends.megatron_utils.architecture import Architecture
 from slime.backends.megatron_utils.hf_files import HFTensors
 from slime.backends.megatron_utils.layouts import Layout, Replicated, layouts_of
-from slime.backends.megatron_utils.name_maps import EXPERT, LAYER, NAME_MAPS, VALUE_HEAD, Rule
+from slime.backends.megatron_utils.name_maps import BLOCK, DRAFT_LAYERS, EXPERT, LAYER, NAME_MAPS, VALUE_HEAD, Rule
 from slime.weight_sync.buckets import TensorSpec
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
+_DRAFT = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -49,6 +50,9 @@ class NameMap:
         Raises:
             KeyError: the family's table does not have it.
         """
+        draft = _DRAFT.fullmatch(name)
+        if draft:
+            return self._of_draft_layer(int(draft[1]), draft[3], ordinary=draft[2] is not None)
         layer, expert = _LAYER.search(name), _EXPERT.search(name)
         pattern = name
         if expert:
@@ -62,6 +66,18 @@ class NameMap:
         rule = self._rules[pattern]
         numbers = {"layer": layer and layer[0], "expert": expert and expert[0]}
         return Source(tuple(hf.format(**numbers) for hf in rule.hf), self._layouts[rule.layout])
+
+    def _of_draft_layer(self, draft: int, name: str, ordinary: bool) -> Source:
+        """Of a part of a layer for multi-token prediction; `ordinary`: of the layer inside it."""
+        kind = DRAFT_LAYERS[self.architecture.family]
+        prefix = kind.prefix.format(draft=draft, layer=self.architecture["num_layers"] + draft)
+        if not ordinary:
+            layout, hf = kind.parts[name]
+            return Source((prefix + hf,), self._layouts[layout])
+        ours, theirs = BLOCK
+        like = self.source(ours.format(**{"layer": 0}) + name)
+        start = len(theirs.format(**{"layer": 0}))
+        return Source(tuple(prefix + hf[start:] for hf in like.hf_names), like.layout)
 
 
 def global_tensors(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:

@@ -65,6 +65,7 @@ def test_derived_numbers_of_deepseek_v3():
     "changes, named",
     [
         ({"model_type": "gpt_oss"}, "gpt_oss"),
+        ({"model_type": "qwen3_next"}, "gated delta net needs Transformer Engine"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
@@ -88,6 +89,7 @@ def test_what_cannot_be_built_is_refused(changes, named):
         ("--recompute-method uniform", "--recompute-granularity full"),
         ("--virtual-pipeline-model-parallel-size 2", "no effect without pipeline stages"),
         ("--pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 5", "5 must divide the model's 48"),
+        ("--enable-mtp-training", "needs layers for multi-token prediction"),
         ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 5", "the 12 layers of a pipeline"),
     ],
 )
