@@ -87,7 +87,8 @@ def run_slime(overlap: bool, args, model, prompts, directory, block) -> dict:
     if overlap:
         command += ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]
     else:
-        command += ["--actor-num-gpus-per-node", workers, "--colocate"]
+        # Host memory need not be given back: trainers and engines fit side by side.
+        command += ["--actor-num-gpus-per-node", workers, "--colocate", "--no-offload-train", "--no-offload-rollout"]
     command += ["--custom-rm-path", "benchmarks.grpo_cpu:distinct_words"]
     run(command, 1)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -93,8 +93,6 @@ class _Layer:
     head_dim: int
     groups: int
     """Key and value heads."""
-    scale: float
-    window: int | None
     norm: RMSNorm
     """Before attention and MLP."""
     head_norm: RMSNorm | None
@@ -106,6 +104,9 @@ class _Layer:
     out: Projection
     gate_up: Projection
     down: Projection
+    scale: float = 1.0
+    window: int | None = None
+    """As the model's own code gives them to the attention."""
 
     def __call__(
         self, x_TD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: AttentionContext
@@ -235,8 +236,6 @@ def _layer(index: int, layer: nn.Module) -> _Layer:
         heads=attention.q_proj.out_features // head_dim,
         head_dim=head_dim,
         groups=attention.k_proj.out_features // head_dim,
-        scale=attention.scaling,
-        window=getattr(attention, "sliding_window", None),
         norm=RMSNorm(eps, width),
         head_norm=RMSNorm(eps, head_dim) if head_norms else None,
         attention_norm=layer.input_layernorm,
@@ -250,6 +249,18 @@ def _layer(index: int, layer: nn.Module) -> _Layer:
     )
 
 
+class _Recorder(PackedSequences):
+    """Remembers scale and window of each layer."""
+
+    def __init__(self, lengths: list[int]):
+        super().__init__(lengths)
+        self.options: dict[int, tuple[float, int | None]] = {}
+
+    def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
+        self.options[layer_idx] = (scale, window)
+        return super().attend(layer_idx, query_THD, key_TGD, value_TGD, scale, window)
+
+
 def _same_logits(model: nn.Module, lean: LeanForward) -> bool:
     from slime.engine.forward import model_logits
 
@@ -258,8 +269,10 @@ def _same_logits(model: nn.Module, lean: LeanForward) -> bool:
     vocab = lean.embedding.weight.shape[0]
     ids = torch.arange(sum(PROBE_LENGTHS)) * 7919 % vocab
     positions = torch.cat([torch.arange(n) * 3 for n in PROBE_LENGTHS])
-    context = PackedSequences(PROBE_LENGTHS)
+    context = _Recorder(PROBE_LENGTHS)
     expected = model_logits(model, ids[None], positions[None], context, 0)
+    for layer in lean.layers:
+        layer.scale, layer.window = context.options[layer.index]
     got = lean(ids, positions, context)
     limit = 1e-5 * float(expected.abs().max())
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=limit)

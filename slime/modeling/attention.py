@@ -61,36 +61,36 @@ class PackedSequences:
         return self._padded(query_THD, key_TGD, value_TGD, scale, window)
 
     @cached_property
-    def _blocks(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Padded blocks of similar lengths: row index [B, L] of each, and where each row token is in their output."""
+    def _blocks(self) -> tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor]:
+        """Padded blocks of similar lengths: size B and length L of each, row index of all their tokens, and where each
+        row token is in their output."""
         starts = self.cu_seqlens.tolist()
         order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
-        blocks, sources, base = [], torch.empty(starts[-1], dtype=torch.int64), 0
+        shapes, blocks, base = [], [], 0
+        sources = torch.empty(starts[-1], dtype=torch.int64)
         while order:
             longest = self.lengths[order[0]]
             members = [i for i in order if self.lengths[i] >= MIN_FILL * longest]
             order = order[len(members) :]
             # Padding repeats the last token. Causality hides it from every real query.
             offsets = torch.arange(longest)
-            rows = [starts[i] + offsets.clamp(max=self.lengths[i] - 1) for i in members]
-            blocks.append(torch.stack(rows).to(self.device))
+            shapes.append((len(members), longest))
+            blocks += [starts[i] + offsets.clamp(max=self.lengths[i] - 1) for i in members]
             for slot, i in enumerate(members):
                 first = base + slot * longest
                 sources[starts[i] : starts[i + 1]] = torch.arange(first, first + self.lengths[i])
             base += len(members) * longest
-        return blocks, sources.to(self.device)
+        return shapes, torch.cat(blocks).to(self.device), sources.to(self.device)
 
     def _padded(self, query_THD, key_TGD, value_TGD, scale, window):
-        blocks, sources = self._blocks
+        shapes, rows, sources = self._blocks
         repeat = query_THD.shape[1] // key_TGD.shape[1]
+        # One gather for all blocks: its gradient is one pass over the row, too.
+        sizes = [size * length for size, length in shapes]
+        parts = zip(*(x.index_select(0, rows).split(sizes) for x in (query_THD, key_TGD, value_TGD)), strict=True)
         outputs = []
-        for rows_BL in blocks:
-            size, length = rows_BL.shape
-            flat = rows_BL.reshape(-1)
-            q, k, v = (
-                x.index_select(0, flat).view(size, length, *x.shape[1:]).transpose(1, 2)
-                for x in (query_THD, key_TGD, value_TGD)
-            )
+        for (size, length), part in zip(shapes, parts, strict=True):
+            q, k, v = (x.view(size, length, *x.shape[1:]).transpose(1, 2) for x in part)
             if repeat > 1:
                 k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
             mask = None

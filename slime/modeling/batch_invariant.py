@@ -150,9 +150,10 @@ class InvariantSequences(PackedSequences):
         return _PackedAttention.apply(query_THD, key_TGD, value_TGD, self, scale, window)
 
     def forward_rows(self, query_THD, key_TGD, value_TGD, scale, window) -> torch.Tensor:
-        blocks, sources = self._blocks
+        shapes, rows, sources = self._blocks
         outputs = []
-        for rows_BL in blocks:
+        for shape, block in zip(shapes, rows.split([size * length for size, length in shapes]), strict=True):
+            rows_BL = block.view(shape)
             q, k, v = (x[rows_BL] for x in (query_THD, key_TGD, value_TGD))
             positions = torch.arange(rows_BL.shape[1], device=q.device).expand(rows_BL.shape)
             outputs.append(invariant_attention(q, k, v, positions, scale, window).flatten(0, 1))

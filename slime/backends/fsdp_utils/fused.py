@@ -16,6 +16,7 @@ from torch import nn
 
 from slime.engine import fused_ops
 from slime.engine.fused_ops import _rounded, rms_norm, rotary
+from slime.modeling.fuse import fuse, probe
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def fuse_for_training(model: nn.Module, swiglu: bool = True) -> None:
     The engine has norms and rotary embeddings alike, but not SwiGLU: leave it out for equal bits.
     """
     with torch.no_grad():
-        fused_ops.fuse(model, _RMSNorm.apply, _Rotary.apply)
+        fuse(model, _RMSNorm.apply, _Rotary.apply)
         swiglus = [module for module in model.modules() if swiglu and _is_swiglu(module)]
     for module in swiglus:
         module.forward = MethodType(_swiglu_forward, module)
@@ -179,7 +180,7 @@ def _is_swiglu(module: nn.Module) -> bool:
     if sorted(linear) != ["down_proj", "gate_proj", "up_proj"] or set(layers) - set(linear) > {"act_fn"}:
         return False
     weight = layers["gate_proj"].weight
-    x = fused_ops._probe(weight, 3, weight.shape[1])
+    x = probe(weight, 3, weight.shape[1])
     expected = module(x)
     got = layers["down_proj"](nn.functional.silu(layers["gate_proj"](x)) * layers["up_proj"](x))
     return isinstance(expected, torch.Tensor) and torch.equal(expected, got)

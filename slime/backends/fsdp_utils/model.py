@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from slime.backends.fsdp_utils.fused_cpu import fuse_for_cpu_training
 from slime.backends.fsdp_utils.lora import LoraOptions, add_adapters
 from slime.modeling.attention import AttentionContext, PackedSequences
 from slime.modeling.batch_invariant import InvariantSequences, invariant_log_probs, make_batch_invariant
@@ -240,7 +241,10 @@ def build_policy(
     """
     if mesh.size() == 1 and options.compute_dtype == options.param_dtype and not options.cpu_offload:
         model = load_causal_lm(options.path, options.param_dtype, device, options.trust_remote_code)
-        return _wrapped(model, options, device, cp, wrap)
+        policy = _wrapped(model, options, device, cp, wrap)
+        if device.type == "cpu":
+            _fuse([policy], options, device)
+        return policy
 
     if mesh.get_rank() == 0:
         model = load_causal_lm(options.path, options.param_dtype, "cpu", options.trust_remote_code)
@@ -288,8 +292,15 @@ def _wrapped(
 
 
 def _fuse(modules: list[nn.Module], options: ModelOptions, device: torch.device) -> None:
-    """Fused kernels in modules whose parameters are there and not sharded yet; a compiler makes its own."""
-    if device.type != "cuda" or options.compute_dtype == torch.float32 or options.compile_backend is not None:
+    """Fused operations in modules whose parameters are there and not sharded yet; a compiler makes its own."""
+    if options.compile_backend is not None:
+        return
+    if device.type == "cpu":
+        if options.compute_dtype == torch.float32 and not options.batch_invariant:
+            for module in modules:
+                fuse_for_cpu_training(module)
+        return
+    if options.compute_dtype == torch.float32:
         return
     from slime.backends.fsdp_utils.fused import fuse_for_training
 
