@@ -1,5 +1,6 @@
 """Both routers as processes of a run; sglang-router where SLIME_TEST_SGLANG_ROUTER_ENV names its environment."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,6 +11,8 @@ from slime.arguments.entry import load_args
 from slime.ray.router_process import RouterProcess
 from slime.ray.server_process import ServerError, http_json
 from slime.router import sglang
+from slime.testing.scripted_engine import ScriptedEngine, served_in_thread
+from slime.utils.served_models import ServedModel, ServerGroup
 from tests.engine.server_process import EngineServer
 
 pytestmark = pytest.mark.integration
@@ -72,6 +75,31 @@ def test_registered_engines_answer(engine, tiny_model_dir, tmp_path, flags):
         router.remove(engine.url)
     finally:
         router.close()
+
+
+@pytest.mark.skipif(not SGLANG_ROUTER_ENV, reason="SLIME_TEST_SGLANG_ROUTER_ENV is not set")
+def test_a_request_goes_to_a_prefill_and_a_decode_server(tiny_model_dir, tmp_path):
+    """Both get it, with the place where they meet."""
+    args = arguments(tiny_model_dir, tmp_path, "--sglang-router-env", SGLANG_ROUTER_ENV)
+    groups = (ServerGroup("prefill", 1, 1), ServerGroup("decode", 1, 1))
+    args.served_models = (ServedModel("default", tiny_model_dir, True, groups),)
+    router = RouterProcess(args, tmp_path / "router.log", args.served_models[0])
+    engines = {kind: ScriptedEngine(version=kind) for kind in ("prefill", "decode")}
+    with contextlib.ExitStack() as stack:
+        stack.callback(router.close)
+        url = router.start()
+        for kind, port in (("prefill", 12345), ("decode", None)):
+            app = engines[kind].app()
+            for path in ("/health", "/server_info", "/get_server_info", "/model_info"):
+                app.router.add_get(path, engines[kind].model_info)
+            router.add(stack.enter_context(served_in_thread(app)), kind, port)
+        params = {"max_new_tokens": 3, "sampling_seed": 1}
+        reply = http_json("POST", url + "/generate", {"input_ids": [5, 6], "sampling_params": params}, timeout=60)
+        assert reply["meta_info"]["weight_version"] == "decode"
+        (prefill,), (decode,) = (engines[kind].requests for kind in ("prefill", "decode"))
+        for request in (prefill, decode):
+            assert (request["bootstrap_host"], request["bootstrap_port"]) == ("127.0.0.1", 12345)
+        assert prefill["bootstrap_room"] == decode["bootstrap_room"]
 
 
 @pytest.mark.unit
