@@ -4,6 +4,7 @@
 #   NODE_RANK   0 on the node that trains, 1, 2, ... on the others
 #   HEAD        address of node 0, e.g. 10.0.0.1
 #   RAY_PORT    6379 by default; free on node 0
+#   RAY_AUTH_TOKEN  the same secret on all nodes; without it whoever reaches the ports of node 0 can run code there
 # Node 0 starts the head of a Ray cluster, waits until all nodes have joined, trains, and takes its cluster down. The
 # others join and stay until the head goes. Only processes that this script started are ended.
 
@@ -21,6 +22,8 @@ launch() {
     fi
     : "${HEAD:?set HEAD to the address of node 0}"
     export RAY_ADDRESS="$HEAD:$RAY_PORT" RAY_USAGE_STATS_ENABLED=0
+    # ray start and ray.init differ in when they take to tokens by themselves.
+    export RAY_AUTH_MODE=${RAY_AUTH_MODE:-$([ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ] && echo token || echo disabled)}
     local patience=${RAY_WAIT_SECONDS:-600}
     if [ "$NODE_RANK" -ne 0 ]; then
         "$PYTHON" - "$HEAD" "$RAY_PORT" "$patience" <<'WAIT' || return 1
@@ -43,7 +46,7 @@ WAIT
     ray start --block --head --node-ip-address "$HEAD" --port "$RAY_PORT" --num-gpus "$GPUS_PER_NODE" \
         --include-dashboard false --disable-usage-stats &
     local head=$!
-    trap 'kill "$head" 2>/dev/null; wait "$head" 2>/dev/null' EXIT
+    trap "kill $head 2>/dev/null || true; wait $head 2>/dev/null || true" EXIT
     "$PYTHON" - "$NODES" "$patience" <<'WAIT' || return 1
 import sys
 import time

@@ -28,6 +28,7 @@ from slime.backends.fsdp_utils.checkpoint import (
     rng_state,
     set_rng_state,
 )
+from slime.backends.megatron_utils import compat
 from slime.backends.megatron_utils.architecture import Architecture, is_hf_directory
 from slime.backends.megatron_utils.async_save import BackgroundSave
 from slime.backends.megatron_utils.optimizer import Optimizer
@@ -117,6 +118,7 @@ def save_checkpoint(
             strategy,
             content_metadata=dict(_METADATA),
             async_sharded_save=background is not None,
+            **compat.async_save_options(),
         )
         requests.append(request)
 

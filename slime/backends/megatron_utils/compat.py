@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import warnings
 from collections import Counter
@@ -156,6 +157,14 @@ def install() -> bool:
         _patch_without_transformer_engine()
         _patch_megatron()
     return True
+
+
+def async_save_options() -> dict[str, Any]:
+    """For `dist_checkpointing.save`: since 0.19 it would use another package for writing in the background."""
+    from megatron.core import dist_checkpointing
+
+    known = inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if "async_strategy" in known else {}
 
 
 def of_class(mlp: Any, kind: type) -> Any:

@@ -150,7 +150,7 @@ def test_a_checkpoint_in_the_background_is_published_when_it_is_complete(results
     for rank in results:
         assert not rank["tracker while writing"]
         assert not rank["last in the background"]
-        assert {"metadata.json", "common.pt", "meta.json", "rng.pt"} <= set(rank["files"])
+        assert {"metadata.json", "meta.json", "rng.pt"} <= set(rank["files"])
 
 
 @pytest.mark.integration

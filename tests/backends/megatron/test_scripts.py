@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.backends.megatron.published import CONFIGS
 
@@ -64,8 +65,14 @@ def test_a_cluster_of_two_nodes_comes_and_goes(tmp_path):
     )
     text = f'set -euo pipefail\ncd {SCRIPTS.parent}\nNODES=2\n. scripts/cluster.sh\nlaunch "$1"\n'
     bin = Path(sys.executable).parent
-    env = {**ENV, "PATH": f"{bin}:{os.environ['PATH']}", "HEAD": "127.0.0.1", "GPUS_PER_NODE": "0"}
-    env |= {"RAY_PORT": "20379", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+    head = ray.util.get_node_ip_address()
+    env = {**ENV, "PATH": f"{bin}:{os.environ['PATH']}", "HEAD": head, "GPUS_PER_NODE": "0"}
+    env |= {
+        "RAY_PORT": "20379",
+        "RAY_WAIT_SECONDS": "90",
+        "RAY_AUTH_TOKEN": "0" * 64,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    }
     nodes = [
         subprocess.Popen(
             ["bash", "-c", text, "launch", str(tmp_path / "command.py")],
@@ -78,7 +85,7 @@ def test_a_cluster_of_two_nodes_comes_and_goes(tmp_path):
     ]
     try:
         out, _ = nodes[0].communicate(timeout=200)
-        assert "alive: 2 127.0.0.1:20379" in out, out[-2000:]
+        assert f"alive: 2 {head}:20379" in out, out[-2000:]
         assert nodes[0].returncode == 0
         nodes[1].communicate(timeout=100)
     finally:
