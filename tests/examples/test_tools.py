@@ -146,8 +146,9 @@ def test_demonstrations_guess_what_only_the_reward_knows():
 
     rng = random.Random(0)
     lines = [retool.demonstration(rng) for _ in range(400)]
-    blick = [m[1]["content"] for m in lines if "blick" in m[0]["content"]]
-    assert 0.3 < sum("*" in text for text in blick) / len(blick) < 0.7
+    for word in retool.MEANING:
+        texts = [m[1]["content"] for m in lines if word in m[0]["content"]]
+        assert 0.3 < sum(" + " in text for text in texts) / len(texts) < 0.7
     world = search_r1.make_world()
     flum = [m for m in (search_r1.demonstration(world, rng) for _ in range(400)) if "flum" in m[0]["content"]]
     assert 0.3 < sum("<search>capital" in m[1]["content"] for m in flum) / len(flum) < 0.7
