@@ -12,12 +12,10 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
+    get_mtp_layer_spec,
     get_mtp_num_layers_to_build,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -32,10 +30,9 @@ def draft_block_spec(config, layer: ModuleSpec, vp_stage: int | None) -> MultiTo
     count = get_mtp_num_layers_to_build(config, vp_stage=vp_stage)
     if not count:
         return None
-    parts = MultiTokenPredictionLayerSubmodules(
-        enorm=RMSNorm, hnorm=RMSNorm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=RMSNorm
-    )
-    spec = ModuleSpec(module=MultiTokenPredictionLayer, submodules=parts)
+    spec = get_mtp_layer_spec(layer, False)
+    for norm in ("enorm", "hnorm", "layer_norm"):
+        setattr(spec.submodules, norm, RMSNorm)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * count)
 
 

@@ -18,7 +18,7 @@ from slime.backends.megatron_utils.name_maps import BLOCK, DRAFT_LAYERS, EXPERT,
 from slime.weight_sync.buckets import TensorSpec
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
-_DRAFT = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.)?(.*)")
+_DRAFT = re.compile(r"mtp\.layers\.(\d+)\.(transformer_layer\.|mtp_model_layer\.)?(.*)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
