@@ -115,15 +115,17 @@ class DistributedTransport:
             self.engines.start(i, "/update_weights_from_distributed", payload) for i in range(len(self.engines))
         ]
         self._failed = True
-        _first_error_or(replies, self._waiter.submit(self._broadcast, bucket.views(flat)))
+        stream = torch.cuda.current_stream() if flat.is_cuda else None
+        _first_error_or(replies, self._waiter.submit(self._broadcast, bucket.views(flat), stream))
         self._failed = False
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        works = [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
-        if tensors[0].is_cuda:
-            torch.cuda.current_stream(tensors[0].device).synchronize()
+    def _broadcast(self, tensors: list[torch.Tensor], stream: torch.cuda.Stream | None) -> None:
+        with torch.cuda.stream(stream):
+            works = [dist.broadcast(tensor, src=0, group=self.group, async_op=True) for tensor in tensors]
+            for work in works:
+                work.wait()
+        if stream is not None:
+            stream.synchronize()
 
     def collect(self) -> None:
         """Nothing was exported: the memory goes back by itself."""

@@ -32,8 +32,10 @@ class SendPipeline:
         self._buffers = [transport.allocate(size) for _ in range(count)]
         self._sends: list[Future | None] = [None] * count
         self._turn = 0
-        # One thread: the engines get the buckets one after the other.
+        # One thread: the engines get the buckets one after the other. On a stream of its own, else every send would
+        # wait for the gathering of the next bucket.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="weight-send")
+        self._stream = torch.cuda.Stream() if self._buffers[0].is_cuda else None
 
     def buffer(self, bucket: Bucket) -> torch.Tensor:
         """Memory [bucket.numel] to fill; waits until what was sent from it has arrived."""
@@ -67,4 +69,5 @@ class SendPipeline:
             return
         if filled is not None:
             filled.synchronize()
-        self._failure = error_of(lambda: self.transport.send(bucket, flat, self.weight_version))
+        with torch.cuda.stream(self._stream):
+            self._failure = error_of(lambda: self.transport.send(bucket, flat, self.weight_version))

@@ -91,8 +91,6 @@ class TensorTransport:
         Raises:
             WeightSyncError: the engine refused it.
         """
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
         failure = None
         handles = [serialize_bucket(bucket, flat, by_uuid=self.group is not None and flat.is_cuda)]
         if self.group is not None:

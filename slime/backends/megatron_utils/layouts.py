@@ -6,6 +6,7 @@ bit. Both work on any number of ranks and on meta tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +24,11 @@ class Layout(Protocol):
     def merge(self, shards: Tensors) -> Tensors:
         """The checkpoint's tensors from the parameters of all ranks, in order."""
         ...
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.cat`, without a copy of a single part: a model has tens of thousands of them."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
 class Replicated:
@@ -45,7 +51,7 @@ class Cut:
         return hf[0].chunk(size, self.dim)[rank]
 
     def merge(self, shards):
-        return [torch.cat(shards, self.dim)]
+        return [_joined(shards, self.dim)]
 
 
 class Turned(Cut):
@@ -73,7 +79,7 @@ class Vocabulary:
         return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
 
     def merge(self, shards):
-        return [torch.cat(shards)[: self.vocab_size]]
+        return [_joined(shards)[: self.vocab_size]]
 
 
 class Glu:
@@ -84,7 +90,7 @@ class Glu:
 
     def merge(self, shards):
         pairs = [shard.chunk(2) for shard in shards]
-        return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
+        return [_joined(parts) for parts in zip(*pairs, strict=True)]
 
 
 class FusedGlu(Glu):

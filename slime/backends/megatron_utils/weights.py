@@ -203,12 +203,11 @@ class MegatronWeights:
         parts = self._exchange(items)
         if out is None:
             return
-        targets = {spec.name: tensor for spec, tensor in zip(specs, out, strict=True)}
+        wholes: dict[str, torch.Tensor] = {}
         for item in items:
             shards = [parts[item.name, part] for part in range(len(item.owners))]
-            for hf, whole in zip(item.source.hf_names, item.source.layout.merge(shards), strict=True):
-                if hf in targets:
-                    targets[hf].copy_(whole)
+            wholes |= zip(item.source.hf_names, item.source.layout.merge(shards), strict=True)
+        torch._foreach_copy_(list(out), [wholes[spec.name] for spec in specs])
 
     def _exchange(self, items: list[Shared]) -> dict[tuple[str, int], torch.Tensor]:
         """All parts of `items`, on every rank."""
