@@ -38,7 +38,10 @@ CONSUMED_HERE = {
     ),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), "must be 0"),
     **dict.fromkeys(
-        ("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "attention_backend"),
+        (
+            *("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "attention_backend"),
+            "recompute_loss_function",
+        ),
         "what is always done",
     ),
     "padded_vocab_size": "must agree with the checkpoint",

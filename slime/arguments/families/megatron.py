@@ -140,7 +140,7 @@ FAMILY = Family(
         ),
         flag("--data-pad-size-multiplier", integer, 128, "Packed rows are padded to a multiple of this x TP."),
         switch("--allgather-cp", "Contiguous all-gather context parallelism."),
-        switch("--recompute-loss-function", "Activation checkpointing of the loss."),
+        flag_switch("--recompute-loss-function", "Logits are computed again in backward: always."),
         flag("--custom-model-provider-path", function_path, help="Builds the model."),
         flag("--custom-megatron-init-path", function_path, help="Called after Megatron is initialised."),
         flag("--custom-megatron-before-log-prob-hook-path", function_path, help="Called before log-probs."),
