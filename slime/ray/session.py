@@ -33,6 +33,7 @@ from slime.ray.temp_dir import RayTempDir
 
 OBJECT_STORE_BYTES_CPU = 256 * 1024**2
 DISPOSE_TIMEOUT_SECS = 20.0
+FAILED_DISPOSE_TIMEOUT_SECS = 5.0
 SIGNALLED_DISPOSE_TIMEOUT_SECS = 3.0
 EXIT_TIMEOUT_SECS = 5.0
 PR_SET_CHILD_SUBREAPER = 36
@@ -112,7 +113,7 @@ class Session:
         else:
             self.exit_code = self._report(error)
         try:
-            self._close(signalled=isinstance(error, KeyboardInterrupt))
+            self._close(signalled=isinstance(error, KeyboardInterrupt), failed=error is not None)
         except KeyboardInterrupt:
             _end_processes(self._started(), patience=0)
         return isinstance(error, (Exception, KeyboardInterrupt))
@@ -148,9 +149,11 @@ class Session:
         """Call `cleanup` when the run ends, last registered first. It may return a ref to wait for."""
         self._cleanups.append(cleanup)
 
-    def _close(self, signalled: bool) -> None:
+    def _close(self, signalled: bool, failed: bool = False) -> None:
         """End actors and servers in order, then Ray, then whatever is left of what this process started."""
-        timeout = SIGNALLED_DISPOSE_TIMEOUT_SECS if signalled else DISPOSE_TIMEOUT_SECS
+        timeout = FAILED_DISPOSE_TIMEOUT_SECS if failed else DISPOSE_TIMEOUT_SECS
+        if signalled:
+            timeout = SIGNALLED_DISPOSE_TIMEOUT_SECS
         try:
             for cleanup in reversed(self._cleanups if ray.is_initialized() else []):
                 # An actor that is gone already, or hangs, must not keep the others alive.
