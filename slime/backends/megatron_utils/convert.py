@@ -9,15 +9,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from slime.backends.megatron_utils import compat
 from slime.backends.megatron_utils.architecture import Architecture, UnsupportedModelError, read_architecture
-from slime.backends.megatron_utils.hf_export import SHARD_BYTES
+from slime.backends.megatron_utils.hf_export import SHARD_BYTES, draft_layer_names
 
 
 @contextmanager
-def _model_without_memory(architecture: Architecture, dtype: torch.dtype) -> Iterator[torch.nn.Module]:
-    """The whole model, of tensors without memory, in a world of this process alone."""
+def _model_without_memory(
+    architecture: Architecture, dtype: torch.dtype, with_drafts: bool
+) -> Iterator[torch.nn.Module]:
+    """The whole model, of tensors without memory, in a world of this process alone.
+
+    Args:
+        with_drafts: with its layers for multi-token prediction.
+    """
     compat.install()
     from slime.backends.megatron_utils.lazy import without_memory
     from slime.backends.megatron_utils.model_config import transformer_config
@@ -28,8 +35,10 @@ def _model_without_memory(architecture: Architecture, dtype: torch.dtype) -> Ite
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     init_parallel(sizes, seed=0, timeout_minutes=30)
     try:
+        drafts = {"mtp_num_layers": architecture.mtp_layers} if with_drafts else {}
         with without_memory():
-            model = build_model(architecture, transformer_config(architecture, sizes, dtype, torch.device("cpu")))
+            config = transformer_config(architecture, sizes, dtype, torch.device("cpu"), **drafts)
+            model = build_model(architecture, config)
         yield model
     finally:
         destroy_parallel()
@@ -39,7 +48,7 @@ def _model_without_memory(architecture: Architecture, dtype: torch.dtype) -> Ite
 def hf_to_torch_dist(hf_checkpoint: str, save: str, dtype: torch.dtype) -> None:
     """Write the weights as a checkpoint of rollout 0 under `save`, for --ref-load, or --load with --finetune."""
     architecture = read_architecture(hf_checkpoint)
-    with _model_without_memory(architecture, dtype) as model:
+    with _model_without_memory(architecture, dtype, bool(draft_layer_names(hf_checkpoint))) as model:
         from slime.backends.fsdp_utils.checkpoint import Progress
         from slime.backends.megatron_utils.checkpoint import save_checkpoint
         from slime.backends.megatron_utils.hf_files import HFTensors
@@ -63,7 +72,9 @@ def torch_dist_to_hf(
 ) -> None:
     """Write the weights of one iteration's directory with config, tokenizer and names of `origin_hf_dir`."""
     architecture = read_architecture(origin_hf_dir)
-    with _model_without_memory(architecture, dtype) as model:
+    stored = FileSystemReader(input_dir).read_metadata().state_dict_metadata
+    with_drafts = any(name.startswith("mtp.") for name in stored)
+    with _model_without_memory(architecture, dtype, with_drafts) as model:
         from slime.backends.megatron_utils.hf_export import export_hf
         from slime.backends.megatron_utils.lazy import LazyWeights
 

@@ -64,14 +64,22 @@ def export_hf(path: str, source: WeightSource, origin: str, shard_bytes: int = S
 
 def _draft_layers(origin: str, without: Container[str]) -> dict[str, torch.Tensor]:
     """The checkpoint's layers for multi-token prediction."""
-    architecture = read_architecture(origin)
-    if not architecture.mtp_layers:
+    names = [name for name in draft_layer_names(origin) if name not in without]
+    if not names:
         return {}
+    with HFTensors(origin) as checkpoint:
+        return {name: checkpoint[name] for name in names}
+
+
+def draft_layer_names(path: str) -> list[str]:
+    """The tensors of a checkpoint's layers for multi-token prediction."""
+    architecture = read_architecture(path)
+    if not architecture.mtp_layers:
+        return []
     first, kind = architecture["num_layers"], DRAFT_LAYERS[architecture.family]
     prefixes = tuple(kind.prefix.format(draft=i, layer=first + i) for i in range(architecture.mtp_layers))
-    with HFTensors(origin) as checkpoint:
-        names = [name for name in checkpoint.names() if name.startswith(prefixes) and name not in without]
-        return {name: checkpoint[name] for name in names}
+    with HFTensors(path) as checkpoint:
+        return [name for name in checkpoint.names() if name.startswith(prefixes)]
 
 
 def _shards(specs, shard_bytes: int) -> list[list]:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slime.backends.megatron_utils.hf_files import INDEX, HFTensors
 from slime.convert import COMMANDS, main
 from tests.backends import trainers
 from tests.backends.megatron.families import CASES, save_family
+from tests.backends.megatron.test_drafts import save_mimo
 from tests.tiny_model import save_tiny_model
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -64,6 +66,22 @@ def test_round_trip(tmp_path, case):
     same(origin, back)
     assert (back / INDEX).is_file()
     assert (back / "config.json").read_text() == (origin / "config.json").read_text()
+
+
+@pytest.mark.integration
+def test_draft_layers_are_converted_too(tmp_path):
+    origin, middle, back = tmp_path / "hf", tmp_path / "torch_dist", tmp_path / "back"
+    save_mimo(str(origin))
+    before = load_file(origin / "model.safetensors")
+    assert main(["hf-to-torch-dist", "--hf-checkpoint", str(origin), "--save", str(middle), "--dtype", "float32"]) == 0
+    # What comes back is the checkpoint's, not the origin's.
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    save_file(zeros, origin / "model.safetensors", metadata={"format": "pt"})
+    flags = ["--input-dir", f"{middle}/iter_0000000", "--output-dir", str(back), "--origin-hf-dir", str(origin)]
+    assert main(["torch-dist-to-hf", *flags, "--dtype", "float32"]) == 0
+    with HFTensors(str(back)) as found:
+        assert set(found.names()) == set(before)
+        assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
 def large_model(path: Path) -> int:
