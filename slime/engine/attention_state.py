@@ -97,11 +97,14 @@ class PagedAttention:
         if in_order:
             self.groups.sort(key=lambda group: group.rows.start)
         self.gather = None if in_order else self._gather(len(plan.input_ids))
+        self.all_cached = len(self.groups) == 1 and self.groups[0].cached
 
     def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
         keys, values = self.memory.layers[layer_idx]
         keys.view(-1, *keys.shape[2:]).index_copy_(0, self.slots, key_TGD)
         values.view(-1, *values.shape[2:]).index_copy_(0, self.slots, value_TGD)
+        if self.all_cached:
+            return self.decode_cache.attend(layer_idx, query_THD, key_TGD, value_TGD, scale, window)
         outputs = [
             self._attend(layer_idx, i, group, query_THD, key_TGD, value_TGD, keys, values, scale, window)
             for i, group in enumerate(self.groups)

@@ -35,12 +35,22 @@ class DecodeCache:
         """Who stands in each slot; see `RowTable.ids`."""
         self.lengths = np.zeros(0, dtype=np.int64)
         """Tokens of each, the newest included."""
+        self.longest = 0
         self.columns = 0
         self.now = 0
         """Column of the newest tokens."""
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.bias = torch.empty(0)
         """[S, 1, 1, C]: -inf left of a sequence's first token."""
+
+    def advance(self) -> bool:
+        """Get ready for another step of the same sequences in the same order; False when `arrange` must do it."""
+        if self.now + 1 >= self.columns:
+            return False
+        self.now += 1
+        self.lengths += 1
+        self.longest += 1
+        return True
 
     def arrange(self, ids: np.ndarray, lengths: np.ndarray, blocks: np.ndarray) -> np.ndarray | None:
         """Get ready for a step of these sequences.
@@ -52,11 +62,6 @@ class DecodeCache:
         Returns:
             The order in which the step must take them; None when the copy would be too large or mostly padding.
         """
-        same = len(ids) == len(self.ids) and (ids == self.ids).all()
-        if same and self.now + 1 < self.columns and (lengths == self.lengths + 1).all():
-            self.now += 1
-            self.lengths = lengths
-            return np.arange(len(ids))
         longest = int(lengths.max())
         if longest * len(ids) > MAX_PADDING * int(lengths.sum()) + ROOM * len(ids):
             self.clear()
@@ -69,6 +74,7 @@ class DecodeCache:
         for i, key in enumerate(ids.tolist()):
             order[where[key]] = i
         self.lengths = lengths[order]
+        self.longest = longest
         return order
 
     def _follow(self, ids: np.ndarray, lengths: np.ndarray, blocks: np.ndarray) -> bool:
@@ -149,8 +155,7 @@ class DecodeCache:
         keys, values = keys[:size], values[:size]
         keys[..., now].copy_(key_BGD)
         values[:, :, now].copy_(value_BGD)
-        longest = int(self.lengths.max())
-        first = now + 1 - (longest if window is None else min(window, longest))
+        first = now + 1 - (self.longest if window is None else min(window, self.longest))
         columns = slice(first, now + 1)
         # The query heads of one KV head act as its queries.
         query = (query_BHD * scale).view(size * groups, heads // groups, dim)

@@ -166,20 +166,19 @@ class LeanForward:
         input_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
         context: AttentionContext,
-        keep_N: torch.Tensor | None = None,
+        keep_N: torch.Tensor,
+        num_positions: int,
     ) -> torch.Tensor:
-        """Logits [N, V] of the row tokens `keep_N` (None: all)."""
+        """Logits [N, V] of the row tokens `keep_N`; all positions are below `num_positions`."""
         x_TD = F.embedding(input_ids_T, self.embedding.weight)
-        cos, sin = self._angles(positions_T)
+        cos, sin = self._angles(positions_T, num_positions)
         for layer in self.layers:
             x_TD = layer(x_TD, cos, sin, context)
-        if keep_N is not None:
-            x_TD = x_TD.index_select(0, keep_N)
-        return F.linear(self.norm(x_TD).mul_(self.final_norm.weight), self.head.weight)
+        x_ND = x_TD.index_select(0, keep_N)
+        return F.linear(self.norm(x_ND).mul_(self.final_norm.weight), self.head.weight)
 
-    def _angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _angles(self, positions_T: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, head dim]; the sine of the first half is negative, as `rotate_half` is a roll then."""
-        size = int(positions_T.max()) + 1
         if size > len(self._cos):
             size = max(1024, 2 * size)
             like = self.embedding.weight
@@ -273,6 +272,6 @@ def _same_logits(model: nn.Module, lean: LeanForward) -> bool:
     expected = model_logits(model, ids[None], positions[None], context, 0)
     for layer in lean.layers:
         layer.scale, layer.window = context.options[layer.index]
-    got = lean(ids, positions, context)
+    got = lean(ids, positions, context, torch.arange(len(ids)), 3 * max(PROBE_LENGTHS))
     limit = 1e-5 * float(expected.abs().max())
     return got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=limit)

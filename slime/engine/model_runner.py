@@ -52,6 +52,10 @@ class ModelRunner:
         self.graphs = None
         self.lean: LeanForward | None = None
         self.decode_cache: DecodeCache | None = None
+        self._arranged: tuple[np.ndarray, Batch] | None = None
+        """The scheduler's decoding rows of the last step, and that step's batch in the decode cache's order."""
+        self._sampled: tuple[np.ndarray, SamplingBatch] | None = None
+        """The rows that were sampled last, and how."""
 
     def attach(self, rows: RowTable, memory: KVMemory, cuda_graph: bool, batch_invariant: bool = False) -> None:
         """Set the running sequences' numbers and the KV memory, and choose how to attend to it."""
@@ -98,7 +102,9 @@ class ModelRunner:
         plan, done = self._plan(batch)
         logits_NV = self._forward(plan, cached)
         seqs = batch.decode + [chunk.seq for chunk in done]
-        rows = np.concatenate([batch.decode_rows, np.array([seq.row for seq in seqs[len(batch.decode) :]], np.int64)])
+        rows = batch.decode_rows
+        if done:
+            rows = np.concatenate([rows, np.array([chunk.seq.row for chunk in done], np.int64)])
         result = StepResult(seqs, rows, np.zeros(0, np.int64), [])
         if seqs:
             sampling = self._sampling(rows)
@@ -115,15 +121,19 @@ class ModelRunner:
 
     def _arrange(self, batch: Batch) -> tuple[Batch, bool]:
         """The batch with its decoding sequences in the decode cache's order, and whether they stand there."""
-        rows = batch.decode_rows
+        rows, table = batch.decode_rows, self.rows
         if self.decode_cache is None or not len(rows):
             return batch, False
-        table = self.rows
+        # The scheduler makes new arrays when others decode.
+        if self._arranged is not None and rows is self._arranged[0] and self.decode_cache.advance():
+            return replace(self._arranged[1], chunks=batch.chunks), True
         order = self.decode_cache.arrange(table.ids[rows], table.length[rows], table.blocks[rows])
         if order is None:
+            self._arranged = None
             return batch, False
-        decode = [batch.decode[i] for i in order.tolist()]
-        return replace(batch, decode=decode, decode_rows=rows[order]), True
+        arranged = replace(batch, decode=[batch.decode[i] for i in order.tolist()], decode_rows=rows[order])
+        self._arranged = (rows, arranged)
+        return arranged, True
 
     def _plan(self, batch: Batch) -> tuple[StepPlan, list[Chunk]]:
         """The step as arrays, and the chunks that give a token."""
@@ -174,18 +184,24 @@ class ModelRunner:
         if not len(keep):
             keep = keep.new_zeros(1)  # nothing is wanted, but the model must run
         if self.lean is not None:
-            return self.lean(ids, positions, context, keep)
+            return self.lean(ids, positions, context, keep, int(plan.positions.max()) + 1)
         return model_logits(self.model, ids[None], positions[None], context, keep)
 
     def _to_device(self, x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x).to(self.device, non_blocking=True)
 
     def _sampling(self, rows: np.ndarray) -> SamplingBatch:
+        """The rows' parameters; those that stay are looked up once for the same array of rows."""
         table = self.rows
         length = table.length[rows]
         early = np.flatnonzero(length < table.min_length[rows])
         stops = [(int(i), table.stop_ids[rows[i]]) for i in early]
-        return SamplingBatch(
+        banned = [(i, ids[ids >= 0]) for i, ids in stops if (ids >= 0).any()]
+        if self._sampled is not None and rows is self._sampled[0]:
+            batch = self._sampled[1]
+            batch.position, batch.banned = length, banned
+            return batch
+        batch = SamplingBatch(
             temperature=table.temperature[rows],
             greedy=table.greedy[rows],
             top_k=table.top_k[rows],
@@ -193,8 +209,10 @@ class ModelRunner:
             min_p=table.min_p[rows],
             seed=table.seed[rows],
             position=length,
-            banned=[(i, ids[ids >= 0]) for i, ids in stops if (ids >= 0).any()],
+            banned=banned,
         )
+        self._sampled = (rows, batch)
+        return batch
 
     def _top_logprobs(self, seqs, rows, logprobs_NV) -> dict[Sequence, list[tuple[float, int]]]:
         wanted = self.rows.top_logprobs[rows]

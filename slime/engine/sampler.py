@@ -7,9 +7,12 @@ logits alone, so a request gives the same tokens in any batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+
+from slime.engine.protocol import TOP_K_ALL
 
 CHUNK = 128
 # Rows up to this width are summed in one level.
@@ -33,6 +36,20 @@ class SamplingBatch:
     """Position in the sequence of the token to sample."""
     banned: list[tuple[int, np.ndarray]]
     """(row, token ids) that may not be sampled yet."""
+
+    @cached_property
+    def scaled(self) -> bool:
+        """Some temperature is not 1."""
+        return bool((self.temperature != 1.0).any())
+
+    @cached_property
+    def num_greedy(self) -> int:
+        return int(self.greedy.sum())
+
+    @cached_property
+    def filtered(self) -> np.ndarray:
+        """[N]: rows that sample among some of the tokens."""
+        return ((self.top_p < 1) | (self.top_k < TOP_K_ALL) | (self.min_p > 0)) & ~self.greedy
 
 
 def keyed_uniform(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -118,7 +135,7 @@ def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
         return torch.from_numpy(x).to(device, non_blocking=True)
 
     scaled = logits_NV.float()
-    if (batch.temperature != 1.0).any():
+    if batch.scaled:
         scaled = scaled / tensor(batch.temperature)[:, None]
     logprobs = torch.log_softmax(scaled, -1)
     allowed = logprobs
@@ -126,7 +143,7 @@ def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
         allowed = logprobs.clone()
         for row, ids in batch.banned:
             allowed[row, tensor(ids)] = -torch.inf
-    if batch.greedy.all():
+    if batch.num_greedy == len(batch.greedy):
         tokens = allowed.argmax(-1)
     else:
         tokens = _sample_random(allowed, batch, tensor)
@@ -136,16 +153,16 @@ def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
 def _sample_random(allowed: torch.Tensor, batch: SamplingBatch, tensor) -> torch.Tensor:
     uniform = tensor(keyed_uniform(batch.seed, batch.position))
     probs = allowed.exp()
-    filtered = (batch.top_p < 1) | (batch.top_k < allowed.shape[1]) | (batch.min_p > 0)
-    filtered &= ~batch.greedy
-    if filtered.all():
+    filtered = batch.filtered
+    num_filtered = int(filtered.sum())
+    if num_filtered == len(filtered):
         return _pick_filtered(probs, uniform, tensor(batch.top_k), tensor(batch.top_p), tensor(batch.min_p))
     tokens = pick(probs, uniform)
-    if filtered.any():
+    if num_filtered:
         rows = np.flatnonzero(filtered)
         index = tensor(rows)
         limits = (tensor(x[rows]) for x in (batch.top_k, batch.top_p, batch.min_p))
         tokens[index] = _pick_filtered(probs[index], uniform[index], *limits)
-    if batch.greedy.any():
+    if batch.num_greedy:
         tokens = torch.where(tensor(batch.greedy), allowed.argmax(-1), tokens)
     return tokens

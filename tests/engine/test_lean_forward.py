@@ -34,7 +34,7 @@ def logits(model, lean):
     context, keep = PackedSequences(LENGTHS), torch.tensor([3, 8, 23])
     with torch.inference_mode():
         expected = model_logits(model, ids[None], positions[None], context, keep)
-        return lean(ids, positions, context, keep), expected
+        return lean(ids, positions, context, keep, max(LENGTHS)), expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -96,7 +98,8 @@ def test_a_row_does_not_depend_on_the_others():
     mixed.greedy[5] = True
     tokens, logprobs, _ = sample(logits, mixed)
     for i in range(6):
-        fields = {name: getattr(mixed, name)[i : i + 1] for name in vars(mixed) if name != "banned"}
+        names = [field.name for field in dataclasses.fields(mixed) if field.name != "banned"]
+        fields = {name: getattr(mixed, name)[i : i + 1] for name in names}
         token, logprob, _ = sample(logits[i : i + 1], SamplingBatch(**fields, banned=[]))
         assert (token.item(), logprob.item()) == (tokens[i].item(), logprobs[i].item())
     assert tokens[5] == logits[5].argmax()
