@@ -120,7 +120,8 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert main(["hf-to-torchdist"]) == 2
     assert "did you mean hf-to-torch-dist?" in capsys.readouterr().err
     assert main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in ["usage: slime convert"]) and len(COMMANDS) == 5
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
     with pytest.raises(SystemExit):
         main(["hf-to-torch-dist", "--hf-checkpoint", str(tmp_path), "--save", str(tmp_path / "x")])
     assert "has no config.json" in capsys.readouterr().err
@@ -155,6 +156,11 @@ def test_fsdp_checkpoint_to_hf(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("tool", sorted(path.name for path in TOOLS.glob("*.py")))
-def test_every_tool_runs(tool):
-    assert "usage:" in run(f"{TOOLS}/{tool}", "--help")
+def test_every_tool_runs():
+    tools = sorted(str(path) for path in TOOLS.glob("*.py"))
+    program = (
+        "import runpy, sys\nfor tool in sys.argv[1:]:\n    sys.argv = [tool, '--help']\n"
+        "    try:\n        runpy.run_path(tool, run_name='__main__')\n    except SystemExit as end:\n"
+        "        assert end.code == 0, tool\n"
+    )
+    assert run("-c", program, *tools).count("usage:") == len(tools) == len(COMMANDS)
