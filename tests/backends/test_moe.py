@@ -13,7 +13,7 @@ from tests.backends.trainers import (
     train_rollout,
     trainer_args,
 )
-from tests.tiny_model import build_tokenizer
+from tests.tiny_model import save_tiny_moe
 
 pytestmark = pytest.mark.integration
 
@@ -25,28 +25,9 @@ VARIANTS = {"plain": (), "recomputed": ("--gradient-checkpointing",)}
 
 @pytest.fixture(scope="module")
 def moe_dir(tmp_path_factory) -> str:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     path = str(tmp_path_factory.mktemp("moe"))
-    torch.manual_seed(3)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        eos_token_id=3,
-        pad_token_id=0,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
+    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+    save_tiny_moe(path, seed=3, intermediate_size=64, norm_topk_prob=True, **sizes)
     return path
 
 

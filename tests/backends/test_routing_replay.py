@@ -7,7 +7,7 @@ import torch
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.training.rollout_data import RankData
 from tests.backends.trainers import make_trainer, parameters_of, rollout_batch, rollout_parts, run_world, trainer_args
-from tests.tiny_model import build_tokenizer
+from tests.tiny_model import save_tiny_moe
 
 pytestmark = pytest.mark.integration
 
@@ -19,27 +19,8 @@ REPLAY = (*STEPS, "--use-routing-replay", "--gradient-checkpointing")
 
 @pytest.fixture(scope="module")
 def moe_dir(tmp_path_factory):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     path = str(tmp_path_factory.mktemp("moe"))
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        max_position_embeddings=512,
-        eos_token_id=3,
-        pad_token_id=0,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
+    save_tiny_moe(path, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K)
     return path
 
 
