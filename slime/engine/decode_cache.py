@@ -158,7 +158,7 @@ class DecodeCache:
         first = now + 1 - (self.longest if window is None else min(window, self.longest))
         columns = slice(first, now + 1)
         # The query heads of one KV head act as its queries.
-        query = (query_BHD * scale).view(size * groups, heads // groups, dim)
+        query = (query_BHD * scale).reshape(size * groups, heads // groups, dim)
         scores = torch.bmm(query, keys.view(size * groups, dim, -1)[:, :, columns])
         scores.view(size, groups, heads // groups, -1).add_(self.bias[:size, :, :, columns])
         out = torch.bmm(torch.softmax(scores, -1), values.view(size * groups, -1, value_dim)[:, columns])

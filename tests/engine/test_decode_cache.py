@@ -79,7 +79,7 @@ def test_sequences_come_and_go(seed, window):
         ordered = [running[i] for i in order]
         new = [paged.append(key) for key in ordered]
         for layer, (_, dim, _) in enumerate(SHAPES):
-            q = torch.randn(len(ordered), HEADS, dim).double()
+            q = torch.randn(HEADS, len(ordered), dim).double().transpose(0, 1)  # as some models lay it out
             k, v = (torch.stack([pairs[layer][i] for pairs in new]) for i in range(2))
             out = cache.attend(layer, q, k, v, 0.3, window)
             for i, key in enumerate(ordered):
