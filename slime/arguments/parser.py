@@ -28,6 +28,7 @@ ALL_FLAGS = (*FLAGS, *SERVER_FLAGS, *MEGATRON_FLAGS)
 BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in ALL_FLAGS}
 BY_NAME: dict[str, Flag] = {name: flag for flag in ALL_FLAGS for name in flag.names}
 _NEGATIONS = {f"--no-{flag.name[2:]}": flag for flag in ALL_FLAGS if flag.action == OPTIONAL_BOOL}
+_OWN_NAMES = tuple(name for name, flag in (BY_NAME | _NEGATIONS).items() if flag in FLAGS)
 _PREFIXES = (engine.PREFIX, megatron.PREFIX)
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*")
 COMPUTED = ("use_critic", "role_overrides", "eval_datasets", "served_models", "sglang_model_routers")
@@ -181,7 +182,7 @@ def did_you_mean(name: str, cutoff: float) -> str | None:
     dashed = "--" + name.lstrip("-").replace("_", "-").lower()
     if dashed in BY_NAME or dashed in _NEGATIONS:
         return dashed
-    return closest(dashed, [*BY_NAME, *_NEGATIONS], cutoff)
+    return closest(dashed, _OWN_NAMES, cutoff) or closest(dashed, [*BY_NAME, *_NEGATIONS], cutoff)
 
 
 def _read_custom_config(path: str, problems: Problems) -> dict[str, Any]:

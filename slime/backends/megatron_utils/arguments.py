@@ -63,8 +63,7 @@ def config_fields() -> dict[str, Field]:
     trees: dict[str, dict[str, ast.ClassDef]] = {}
     for owner, file in CLASSES.items():
         if file not in trees:
-            module = ast.parse((root / file).read_text(encoding="utf-8"))
-            trees[file] = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
+            trees[file] = {node.name: node for node in _parsed(root / file).body if isinstance(node, ast.ClassDef)}
         for flag in _flags_of(trees[file][owner]):
             known = found.get(flag.dest)
             classes = (*known.classes, owner) if known else (owner,)
@@ -96,14 +95,27 @@ def training_family(without: set[str]) -> Family | None:
         return None
     rows: dict[str, Flag] = {}
     taken = set(without)
-    for node in ast.walk(ast.parse((root / "arguments.py").read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            flag = _from_call(node, taken)
-            if flag is not None:
-                rows[flag.dest] = flag
-                taken.update((*flag.names, flag.dest))
+    calls = [n for n in ast.walk(_parsed(root / "arguments.py")) if isinstance(n, ast.Call)]
+    flags = [_from_call(node, taken) for node in calls if getattr(node.func, "attr", "") == "add_argument"]
+    # Other flags are the fields of classes that it hands to a factory.
+    made = {name_of(node.args[0]) for node in calls if name_of(node.func) == "ArgumentGroupFactory" and node.args}
+    for file in sorted((root / "config").glob("*.py")):
+        for node in _parsed(file).body:
+            if isinstance(node, ast.ClassDef) and node.name in made:
+                flags += _flags_of(node)
+    for flag in flags:
+        if flag is None or flag.dest in taken:
+            continue
+        names = [name for name in flag.names if not taken & {name, *_negations(flag, name)}]
+        if names:
+            rows[flag.dest] = Flag(**{**vars(flag), "name": names[0], "aliases": tuple(names[1:])})
+            taken.update((*names, flag.dest, *(no for name in names for no in _negations(flag, name))))
     intro = "Other flags of megatron.training: attributes of `args` for plug-in functions, not read by slime."
     return Family("Megatron training", intro, tuple(rows[dest] for dest in sorted(rows))) if rows else None
+
+
+def _negations(flag: Flag, name: str) -> tuple[str, ...]:
+    return (f"--no-{name[2:]}",) if flag.action == OPTIONAL_BOOL else ()
 
 
 def given_fields(args: Namespace, *classes: str) -> dict[str, Any]:
@@ -148,6 +160,10 @@ def _pattern(node: ast.expr) -> int | list[int] | None:
 
 
 # -- reading Megatron's source ----------------------------------------------------------------------------------------
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _flags_of(cls: ast.ClassDef) -> Iterator[Flag]:

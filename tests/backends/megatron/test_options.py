@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments.parser import MEGATRON_FLAGS
-from slime.backends.megatron_utils.arguments import config_fields, given_fields, layer_pattern
+from slime.backends.megatron_utils.arguments import config_fields, given_fields, layer_pattern, package_dir
 from slime.backends.megatron_utils.fields import ALIASES, ARCHITECTURE, OWNED, REFUSED
 from slime.backends.megatron_utils.settings import config_overrides, ddp_options, optimizer_options
 from tests.backends.megatron.families import save_family
@@ -113,6 +113,14 @@ def test_given_fields_reach_their_classes(tmp_path):
     assert optimizer_options(args) == {"host": False, "apply_wd_to_qk_layernorm": True}
     assert given_fields(trainer_args(str(tmp_path)), *("TransformerConfig", "OptimizerConfig")) == {}
     assert "bucket_size" in {flag.dest for flag in MEGATRON_FLAGS}
+
+
+@pytest.mark.unit
+def test_flags_of_megatrons_own_loop_are_for_plug_ins(tmp_path, caplog):
+    if package_dir("megatron.training") is None:
+        pytest.skip("megatron.training comes with megatron-core 0.19")
+    assert problems(tmp_path, CONFIGS["qwen3-4B"], "--train-iters", "7", "--log-interval", "3") == ""
+    assert "'--log-interval', '--train-iters'" in caplog.text and "slime does not read them" in caplog.text
 
 
 @pytest.mark.unit
