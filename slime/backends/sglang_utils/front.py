@@ -328,6 +328,10 @@ class Front:
             )
         self._check_tensors(call)
         keeps_cache = self._keep_cache_if_held(call)
+        if not keeps_cache and not self.running and not self.cache_is_empty:
+            await self._flush(
+                call
+            )  # while the last request winds down SGLang updates, fails to flush, and answers 400
         if await call.forward(send) != 200:
             self.cache_key += not self.cache_is_empty  # it may have changed some of the weights
             return
