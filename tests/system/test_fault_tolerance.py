@@ -31,8 +31,9 @@ def check_all_trained_once(run, rollouts):
     assert max(m["train/train_rollout_logprob_abs_diff"] for m in run.metrics("train/step")) < 1e-5
 
 
-def test_two_engines_and_the_router(tmp_path, tiny_model_dir):
-    run = TrainRun(tmp_path, tiny_model_dir, *FLAGS, "--rollout-num-gpus", 2, "--num-rollout", 10)
+def test_two_engines_and_the_router_beside_two_trainers(tmp_path, tiny_model_dir):
+    flags = [*FLAGS, "--rollout-num-gpus", 2, "--actor-num-gpus-per-node", 2, "--balance-data", "--num-rollout", 8]
+    run = TrainRun(tmp_path, tiny_model_dir, *flags)
     run.wait_for(lambda: len(run.trained()) >= 1)
     first, second = find(run, "slime.engine.server")
     first.send_signal(signal.SIGKILL)
@@ -43,25 +44,29 @@ def test_two_engines_and_the_router(tmp_path, tiny_model_dir):
     os.kill(find(run, "slime.router.server")[0].pid, signal.SIGKILL)
     run.wait_for(lambda: len(run.trained()) >= done + 1)
     assert run.finish() == 0, run.stderr
-    check_all_trained_once(run, 10)
+    check_all_trained_once(run, 8)
+    versions = [{v for s in run.samples(f"rollout_{i:06d}") for v in s["weight_versions"]} for i in range(8)]
+    assert all(len(v) == 1 for v in versions) and len(set.union(*versions)) == 8
+    logs = {path.name for path in (run.path / "logs").iterdir()}
+    assert {"engine-0.log", "engine-1.log", "train-0.log", "train-1.log"} <= logs
 
 
 def test_the_only_engine_under_colocation(tmp_path, tiny_model_dir):
     """In mid-rollout the rollout waits for its return; while the trainer has the memory, the next sync does."""
-    run = TrainRun(tmp_path, tiny_model_dir, *FLAGS, "--colocate", "--num-rollout", 8)
+    run = TrainRun(tmp_path, tiny_model_dir, *FLAGS, "--colocate", "--num-rollout", 6)
     log = run.path / "logs" / "driver.log"
-    run.wait_for(lambda: "rollout 2/8: generating ..." in (log.read_text() if log.exists() else ""))
+    run.wait_for(lambda: "rollout 2/6: generating ..." in (log.read_text() if log.exists() else ""))
     find(run, "slime.engine.server")[0].kill()
     run.wait_for(lambda: restarts(run) == 1)
-    run.wait_for(lambda: "rollout 4/8: training ..." in log.read_text())
+    run.wait_for(lambda: "rollout 4/6: training ..." in log.read_text())
     for process in find(run, "ray::EmbeddedEngineActor"):
         process.kill()
     assert run.finish() == 0, run.stderr
     assert "engine-0 restarted; serves again with the current weights" in run.stdout
-    check_all_trained_once(run, 8)
+    check_all_trained_once(run, 6)
 
 
-def test_external_engine_fed_with_deltas_through_disk(tmp_path, tiny_model_dir):
+def test_external_engine_fed_with_deltas_through_disk(tmp_path, tiny_model_dir, local_ray):
     engine = EngineServer(tiny_model_dir, tmp_path)
     try:
         address = engine.wait().url.removeprefix("http://")
@@ -69,7 +74,7 @@ def test_external_engine_fed_with_deltas_through_disk(tmp_path, tiny_model_dir):
         flags += ["--update-weight-transport", "disk", "--update-weight-mode", "delta"]
         flags += ["--update-weight-disk-dir", tmp_path / "shared"]
         flags += ["--update-weight-local-checkpoint-dir", tmp_path / "local"]
-        run = TrainRun(tmp_path, tiny_model_dir, *flags)
+        run = TrainRun(tmp_path, tiny_model_dir, *flags, ray=local_ray)
         assert run.finish() == 0, run.stderr
         check_all_trained_once(run, 3)
         assert engine.ok("/get_model_info")["weight_version"] == "4"  # alive, with the last weights
