@@ -26,9 +26,7 @@ def quickstart(*flags: str) -> subprocess.CompletedProcess:
 
 def test_shortened(tmp_path):
     out = tmp_path / "out"
-    done = quickstart(
-        "--disaggregate", "--sft-steps", "20", "--rollouts", "2", "--seed", "5", "--output-dir", str(out)
-    )
+    done = quickstart("--disaggregate", "--sft-steps", "4", "--rollouts", "1", "--seed", "5", "--output-dir", str(out))
     assert done.returncode == 0, done.stderr
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(r"held-out accuracy \d\.\d\d -> \d\.\d\d \(seed 5\)", last)
