@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import os
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -178,11 +177,12 @@ def of_class(mlp: Any, kind: type) -> Any:
 def _disable_compilation() -> None:
     """Megatron compiles its small fused functions when they are defined. On CPU that costs more than it gives, and
     ranks that compile at once spoil each other's cache; so it is switched off while they are imported."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    compile_function = torch.compile
+    torch.compile = lambda function=None, **options: function or (lambda inner: inner)
     try:
         from megatron.core import jit
     finally:
-        del os.environ["TORCHDYNAMO_DISABLE"]
+        torch.compile = compile_function
     jit.disable_jit_fuser()
 
 
