@@ -6,12 +6,8 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    [
-        "tests.backends.trainers",
-        "torch.distributed.checkpoint",
-        "transformers.models.qwen3.modeling_qwen3",
-        "megatron.core.models.gpt",  # ignored where it is not installed
-    ]
+    # Not Megatron: it must be imported after `slime.backends.megatron_utils.compat` has prepared the process.
+    ["tests.backends.trainers", "torch.distributed.checkpoint", "transformers.models.qwen3.modeling_qwen3"]
 )
 
 
