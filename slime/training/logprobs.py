@@ -6,15 +6,12 @@ the chunk, whatever the sequence length and vocabulary.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-
 import torch
 
 from slime.training.kept_tokens import KeptTokens
 
-CHUNK_BYTES = 2**29
-"""Default size of a chunk of logits (rows x vocabulary)."""
+CHUNK_ELEMENTS = 2**27
+"""Default size of a chunk of logits (rows x vocabulary): 512 MiB in fp32."""
 
 
 def token_log_probs(
@@ -41,13 +38,13 @@ def token_log_probs(
         bias: [V] of the output layer, if it has one.
         with_entropy: also return -sum p log p of the temperature-scaled distribution.
         entropy_grad: the entropy has a gradient. Off, it costs nothing in backward.
-        chunk_size: rows per chunk; None or below 1 picks it by the vocabulary (`CHUNK_BYTES`).
+        chunk_size: rows per chunk; None or below 1 picks it by the vocabulary (`CHUNK_ELEMENTS`).
         kept: top-p replay: each row's distribution is renormalised over these tokens and its target.
 
     Returns:
         log_probs [R] and entropy [R] (None without `with_entropy`), fp32.
     """
-    chunk_size = _chunk_rows(chunk_size, len(weight_VD), hidden_RD.dtype)
+    chunk_size = _chunk_rows(chunk_size, len(weight_VD))
     log_probs, entropy = _HeadLogProbs.apply(
         hidden_RD,
         weight_VD,
@@ -72,17 +69,17 @@ def log_probs_from_logits(
     kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`token_log_probs` where the logits are there already; they are kept in their dtype only."""
-    chunk_size = _chunk_rows(chunk_size, logits_RV.shape[1], logits_RV.dtype)
+    chunk_size = _chunk_rows(chunk_size, logits_RV.shape[1])
     log_probs, entropy = _LogitsLogProbs.apply(
         logits_RV, targets_R, temperature, with_entropy, with_entropy and entropy_grad, chunk_size, kept
     )
     return log_probs, entropy if with_entropy else None
 
 
-def _chunk_rows(chunk_size: int | None, vocab_size: int, dtype: torch.dtype) -> int:
+def _chunk_rows(chunk_size: int | None, vocab_size: int) -> int:
     if chunk_size is not None and chunk_size > 0:
         return chunk_size
-    return max(CHUNK_BYTES // (max(vocab_size, 1) * dtype.itemsize), 1)
+    return max(CHUNK_ELEMENTS // max(vocab_size, 1), 1)
 
 
 def _math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -101,45 +98,19 @@ def _restricted(logits: torch.Tensor, kept: KeptTokens | None, rows: slice, targ
     return logits if kept is None else kept.restrict(logits, rows.start, targets[rows])
 
 
-def _kernels(logits: torch.Tensor) -> ModuleType | None:
-    """What computes chunks of 16-bit logits on a GPU."""
-    return _load_kernels() if logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16) else None
-
-
-@cache
-def _load_kernels() -> ModuleType | None:
-    try:
-        from slime.training import logprob_kernels
-    except ModuleNotFoundError:  # a PyTorch without Triton
-        return None
-    return logprob_kernels
-
-
-def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out) -> None:
-    """Write one chunk's rows; `entropy_out` None leaves the entropy out. Only kernels need the log-sums."""
-    kernels = _kernels(logits)
-    if kernels is not None:
-        kernels.forward(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out)
-        return
+def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out) -> None:
+    """Write one chunk's rows; `entropy_out` None leaves the entropy out."""
     log_probs = _log_softmax(logits, temperature)
     log_probs_out.copy_(log_probs.gather(-1, targets[:, None]).squeeze(-1))
     if entropy_out is not None:
         entropy_out.copy_(torch.special.entr(log_probs.exp_()).sum(-1))
 
 
-def _backward_chunk(
-    logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy, out=None
-) -> torch.Tensor:
-    """Gradient of one chunk's logits; `grad_entropy` None where the entropy has none.
+def _backward_chunk(logits, targets, temperature, grad_log_probs, entropy, grad_entropy) -> torch.Tensor:
+    """Gradient of one chunk's logits, in math precision; `grad_entropy` None where the entropy has none.
 
-    In `out`; without it kernels write it over `logits`, else it is a tensor in math precision.
     d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature.
     """
-    kernels = _kernels(logits)
-    if kernels is not None:
-        out = logits if out is None else out
-        kernels.backward(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy, out)
-        return out
     probs = _log_softmax(logits, temperature).exp_()
     if grad_entropy is None:
         grad = probs.mul_(-grad_log_probs[:, None])
@@ -148,17 +119,13 @@ def _backward_chunk(
         grad = torch.special.entr(probs).sub_(probs * entropy[:, None]).mul_(grad_entropy[:, None])
         grad.sub_(probs.mul_(grad_log_probs[:, None]))
     grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
-    if temperature != 1.0:
-        grad.div_(temperature)
-    return grad if out is None else out.copy_(grad)
+    return grad if temperature == 1.0 else grad.div_(temperature)
 
 
-def _outputs(inputs: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, entropy, log-sums of all rows, to be written."""
+def _outputs(inputs: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
     options = {"dtype": _math_dtype(inputs.dtype), "device": inputs.device}
     rows = inputs.shape[0]
-    sizes = (rows, rows if with_entropy else 0, rows)
-    return tuple(torch.empty(size, **options) for size in sizes)
+    return torch.empty(rows, **options), torch.empty(rows if with_entropy else 0, **options)
 
 
 def _chunks(rows: int, size: int) -> list[slice]:
@@ -168,12 +135,12 @@ def _chunks(rows: int, size: int) -> list[slice]:
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size, kept):
-        log_probs, entropy, log_sums = _outputs(hidden, with_entropy)
+        log_probs, entropy = _outputs(hidden, with_entropy)
         for rows in _chunks(hidden.shape[0], chunk_size):
             logits = _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), kept, rows, targets)
             out = entropy[rows] if with_entropy else None
-            _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out, log_sums[rows])
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_sums)
+            _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -181,7 +148,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, bias, targets, entropy, log_sums = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         dtype = _math_dtype(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -192,13 +159,12 @@ class _HeadLogProbs(torch.autograd.Function):
                 _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), ctx.kept, rows, targets),
                 targets[rows],
                 ctx.temperature,
-                log_sums[rows],
                 grad_log_probs[rows],
                 entropy[rows] if ctx.entropy_grad else None,
                 grad_entropy[rows] if ctx.entropy_grad else None,
             )
             if want_bias:
-                grad_bias += grad.sum(0, dtype=dtype)
+                grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             if want_hidden:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -224,12 +190,13 @@ def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 class _LogitsLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature, with_entropy, entropy_grad, chunk_size, kept):
-        log_probs, entropy, log_sums = _outputs(logits, with_entropy)
+        log_probs, entropy = _outputs(logits, with_entropy)
         for rows in _chunks(logits.shape[0], chunk_size):
             out = entropy[rows] if with_entropy else None
-            chunk = _restricted(logits[rows], kept, rows, targets)
-            _forward_chunk(chunk, targets[rows], temperature, log_probs[rows], out, log_sums[rows])
-        ctx.save_for_backward(logits, targets, entropy, log_sums)
+            _forward_chunk(
+                _restricted(logits[rows], kept, rows, targets), targets[rows], temperature, log_probs[rows], out
+            )
+        ctx.save_for_backward(logits, targets, entropy)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -237,17 +204,15 @@ class _LogitsLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        logits, targets, entropy, log_sums = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        logits, targets, entropy = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
         for rows in _chunks(logits.shape[0], ctx.chunk_size):
-            _backward_chunk(
+            grad_logits[rows] = _backward_chunk(
                 _restricted(logits[rows], ctx.kept, rows, targets),
                 targets[rows],
                 ctx.temperature,
-                log_sums[rows],
                 grad_log_probs[rows],
                 entropy[rows] if ctx.entropy_grad else None,
                 grad_entropy[rows] if ctx.entropy_grad else None,
-                out=grad_logits[rows],
             )
         return grad_logits, None, None, None, None, None, None
