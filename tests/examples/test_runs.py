@@ -20,6 +20,14 @@ def work(tmp_path_factory):
     return tmp_path_factory.mktemp("examples")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def joined_ray(local_ray):
+    """All runs join one Ray, which saves them its start."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_ADDRESS", local_ray)
+        yield
+
+
 def run(name, work, *flags, code=0):
     command = [sys.executable, "-m", f"examples.{name}.run", "--work", str(work / name), *SMALL, *flags]
     done = subprocess.run(
@@ -47,6 +55,11 @@ def test_eval_multi_task(work):
 
 def test_reproducibility(work):
     assert "bit-equal" in run("reproducibility", work)
+
+
+def test_true_on_policy(work):
+    output = run("true_on_policy", work)
+    assert output.count("|trainer - engine| log-prob 0.0\n") == 2
 
 
 @pytest.mark.parametrize("name", ["retool", "search_r1", "multi_agent"])
