@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from itertools import islice
 
 import pytest
@@ -26,7 +27,7 @@ def model(tmp_path_factory) -> str:
     return str(path)
 
 
-def test_example_runs_on_real_rows(tmp_path, model):
+def test_example_runs_on_real_rows(tmp_path, model, local_ray):
     flags = ["--device", "cpu", "--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4"]
     flags += ["--global-batch-size", "16", "--rollout-max-response-len", "24", "--eval-max-response-len", "24"]
     flags += [
@@ -45,10 +46,11 @@ def test_example_runs_on_real_rows(tmp_path, model):
         "2",
         "--ci-test",
     ]
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     done = subprocess.run(
         ["examples/gsm8k/run.sh", model, *flags],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": local_ray},
         capture_output=True,
         text=True,
         timeout=360,
