@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slime.training.kept_tokens import KeptTokens
-from slime.training.logprobs import _add_matmul, _chunk_rows, _chunks, _kernels, _math_dtype
+from slime.training.logprobs import _add_matmul, _chunk_rows, _chunks, _math_dtype
 
 
 def vocab_parallel_log_probs(
@@ -40,7 +40,7 @@ def vocab_parallel_log_probs(
     Returns:
         log_probs [R] and entropy [R] (None without `with_entropy`), in fp32 (float64 for float64 inputs).
     """
-    chunk_size = _chunk_rows(chunk_size, len(weight_VD), hidden_RD.dtype)
+    chunk_size = _chunk_rows(chunk_size, len(weight_VD))
     logits = _Logits(temperature, first_token, targets_R - first_token, kept)
     log_probs, entropy = _VocabParallelLogProbs.apply(
         hidden_RD, weight_VD, logits, group, with_entropy and entropy_grad, chunk_size
@@ -126,10 +126,6 @@ def _summarise(logits, targets, temperature, log_probs_out, entropy_out, log_sum
 
     Where nothing of it could be sampled they are not finite.
     """
-    kernels = _kernels(logits)
-    if kernels is not None:
-        kernels.forward(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out)
-        return
     z = logits.to(_math_dtype(logits.dtype)) / temperature
     log_sums_out.copy_(z.logsumexp(-1))
     log_probs = z - log_sums_out[:, None]
@@ -154,16 +150,12 @@ def _combine(picked, entropies, log_sums, owned, group) -> tuple[torch.Tensor, t
 
 
 def _logits_gradient(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy) -> torch.Tensor:
-    """d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature. May overwrite `logits`.
+    """d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature.
 
     Args:
         targets: -1 where the target is in another part.
         log_sums, entropy: over all parts; `entropy` and `grad_entropy` are None where the entropy has no gradient.
     """
-    kernels = _kernels(logits)
-    if kernels is not None:
-        kernels.backward(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy, logits)
-        return logits
     probs = (logits.to(_math_dtype(logits.dtype)) / temperature - log_sums[:, None]).exp_()
     grad = probs * -grad_log_probs[:, None]
     if entropy is not None:
