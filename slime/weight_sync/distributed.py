@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from slime.weight_sync.buckets import Bucket
-from slime.weight_sync.engines import Engines
+from slime.weight_sync.engines import Engines, WeightSyncError
 from slime.weight_sync.failures import error_of
 
 FORMATION_TIMEOUT = timedelta(seconds=60)
+REPLY_PATIENCE_SECS = 10.0
 
 
 def join_update_group(
@@ -143,8 +144,19 @@ class DistributedTransport:
 
 
 def _first_error_or(replies: list[Future], work: Future):
-    """Result of `work` once all replies are in; an engine's error ends the wait at once, since `work` then hangs."""
-    done, _ = wait([work, *replies], return_when=FIRST_EXCEPTION)
-    for future in done:
-        future.result()
-    return work.result()
+    """Result of `work` once all replies are in; an engine's error ends the wait at once, since `work` then hangs.
+
+    Raises:
+        WeightSyncError: of the engine that failed. A collective may notice a lost engine before the engine's reply
+            fails, so that is waited for.
+    """
+    wait([work, *replies], return_when=FIRST_EXCEPTION)
+    if work.done() and work.exception() is not None:
+        wait(replies, timeout=REPLY_PATIENCE_SECS, return_when=FIRST_EXCEPTION)
+    for reply in replies:
+        if reply.done():
+            reply.result()
+    try:
+        return work.result()
+    except RuntimeError as error:
+        raise WeightSyncError(f"the engines' process group failed: {error}") from error

@@ -41,4 +41,5 @@ def test_traced_on_two_ranks(tiny_model_dir):
 @pytest.mark.system
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_to_kernels(tiny_model_dir):
-    check(run_world(train_all, 1, tiny_model_dir, "inductor"), 1e-10)
+    # The model's norms are in fp32; kernels add up in another order.
+    check(run_world(train_all, 1, tiny_model_dir, "inductor"), 1e-6)

@@ -127,13 +127,17 @@ def start_world(function, world_size: int, *args):
     return processes, queue, store
 
 
+RESULT_SECS = 280
+"""Below the limit of a test. A world may take over all layouts of a model, beside another worker's."""
+
+
 def run_world(function, world_size: int, *args) -> list:
     """`function(rank, world_size, port, *args)` in a process per rank; their results by rank."""
     processes, queue, _store = start_world(function, world_size, *args)
     results: dict[int, object] = {}
     try:
         for _ in processes:
-            rank, error, result = queue.get(timeout=120)
+            rank, error, result = queue.get(timeout=RESULT_SECS)
             if error is not None:
                 raise AssertionError(f"rank {rank} failed:\n{error}")
             results[rank] = result
