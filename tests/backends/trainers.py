@@ -1,10 +1,11 @@
 """Trainer ranks for tests: arguments, rollout parts, and worlds of real processes over gloo."""
 
-from __future__ import annotations
+from __future__ import faulthandler
 
 import traceback
 from argparse import Namespace
 
+import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -127,8 +128,8 @@ def start_world(function, world_size: int, *args):
     return processes, queue, store
 
 
-RESULT_SECS = 280
-"""Below the limit of a test. A world may take over all layouts of a model, beside another worker's."""
+RESULT_SECS = 180
+"""Below the limit of a test; ranks that take longer say where they are before they are given up."""
 
 
 def run_world(function, world_size: int, *args) -> list:
@@ -151,6 +152,7 @@ def run_world(function, world_size: int, *args) -> list:
 def _rank_main(queue, function, rank, world_size, port, args):
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
+    faulthandler.dump_traceback_later(RESULT_SECS - 10)
     try:
         queue.put((rank, None, function(rank, world_size, port, *args)))
     except BaseException:
