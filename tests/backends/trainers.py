@@ -1,11 +1,11 @@
 """Trainer ranks for tests: arguments, rollout parts, and worlds of real processes over gloo."""
 
-from __future__ import faulthandler
+from __future__ import annotations
 
+import faulthandler
 import traceback
 from argparse import Namespace
 
-import annotations
 import numpy as np
 import torch
 import torch.distributed as dist
