@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import traceback
 from argparse import Namespace
 
@@ -141,7 +142,7 @@ def run_world(function, world_size: int, *args) -> list:
             rank, error, result = queue.get(timeout=RESULT_SECS)
             if error is not None:
                 raise AssertionError(f"rank {rank} failed:\n{error}")
-            results[rank] = result
+            results[rank] = torch.load(io.BytesIO(result), weights_only=False)
     finally:
         for process in processes:
             process.join(10)
@@ -154,6 +155,9 @@ def _rank_main(queue, function, rank, world_size, port, args):
     torch.multiprocessing.set_sharing_strategy("file_system")
     faulthandler.dump_traceback_later(RESULT_SECS - 10)
     try:
-        queue.put((rank, None, function(rank, world_size, port, *args)))
+        # As bytes: what fails to reach shared memory while a process ends is lost without a word.
+        result = io.BytesIO()
+        torch.save(function(rank, world_size, port, *args), result)
+        queue.put((rank, None, result.getvalue()))
     except BaseException:
         queue.put((rank, traceback.format_exc(), None))

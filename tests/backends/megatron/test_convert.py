@@ -111,7 +111,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     back += " --dtype float32 --chunk-size 10000000"
     for command in (there, back):
         words = [command.format(tmp_path, name) for name in ("tiny", "large")]
-        assert int(run("-c", MEASURED, *words).split("kilobytes:")[1]) < kilobytes / 2
+        assert int(run("-c", MEASURED, *words).split("kilobytes:")[1]) < 0.6 * kilobytes
     same(tmp_path / "large", tmp_path / "large-back")
 
 
