@@ -106,7 +106,7 @@ def custom_megatron_before_train_step_hook(kit: Kit, path: str) -> None:
     """Takes the model's chunks, the optimizer and the schedule of the learning rate."""
     import torch
 
-    from slime.backends.fsdp_utils.optimizer import LRSchedule
+    from slime.backends.common.lr_schedule import LRSchedule
     from slime.backends.megatron_utils import hooks
 
     model = _chunks()

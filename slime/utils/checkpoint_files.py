@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+def copy_small_files(origin: Path, directory: Path, without: Container[str] = ()) -> None:
+    """All files of a Hugging Face directory that are no weights: configs, tokenizer, templates."""
+    for file in origin.iterdir():
+        if file.is_file() and file.name not in without and not file.name.endswith(WEIGHT_SUFFIXES):
+            shutil.copy2(file, directory / file.name)
 
 
 def checkpoint_headers(path: str) -> dict[str, dict[str, Any]]:

@@ -23,10 +23,11 @@ import xxhash
 import zstandard
 from safetensors.torch import save_file
 
+from slime.utils.checkpoint_files import copy_small_files
+
 MANIFEST = "slime_weights.json"
 INDEX = "model.safetensors.index.json"
 ZSTD_LEVEL = 1
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def version_dir(root: str | Path, version: int) -> Path:
@@ -160,9 +161,7 @@ class VersionWriter:
             "weight_map": {name: entry.file for name, entry in entries.items()},
         }
         (self.path / INDEX).write_text(json.dumps(index))
-        for file in self.origin.iterdir():
-            if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-                shutil.copy2(file, self.path / file.name)
+        copy_small_files(self.origin, self.path)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.utils.checkpoint_files import block_of, checkpoint_headers, file_header, quantization_config, read_config
-from slime.weight_sync.disk_format import INDEX, WEIGHT_SUFFIXES
+from slime.utils.checkpoint_files import (
+    block_of,
+    checkpoint_headers,
+    copy_small_files,
+    file_header,
+    quantization_config,
+    read_config,
+)
+from slime.weight_sync.disk_format import INDEX
 from slime.weight_sync.fp8 import BLOCK, SCALE_SUFFIX, dequantise, is_quantised_by_default, quantise
 
 Tensors = dict[str, torch.Tensor]
@@ -102,7 +108,5 @@ def _rewrite(origin: Path, target: Path, convert: Callable[[Tensors], Tensors], 
     if (origin / INDEX).is_file():
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for file in origin.iterdir():
-        if file.is_file() and file.name != "config.json" and not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copy2(file, target / file.name)
+    copy_small_files(origin, target, without=("config.json",))
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

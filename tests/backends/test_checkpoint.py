@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from slime.backends.common.checkpoint import TRACKER, CheckpointError
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.backends.fsdp_utils.checkpoint import TRACKER, CheckpointError, latest_checkpoint
+from slime.backends.fsdp_utils.checkpoint import latest_checkpoint
 from tests.backends.trainers import make_trainer, parameters_of, run_world, start_world, train_rollout, trainer_args
 
 pytestmark = pytest.mark.integration

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from slime.backends.common.host_memory import HostCopy
+from slime.backends.common.sent_weights import SentWeights
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.backends.fsdp_utils.copies import SentWeights
-from slime.backends.fsdp_utils.host_memory import HostCopy
 from slime.backends.fsdp_utils.trainable import select_trainable
 from slime.training.rollout_data import RankData
 from tests.backends.trainers import (

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from slime.backends.fsdp_utils.optimizer import LRSchedule, Optimizer, schedule_from_args
+from slime.backends.common.lr_schedule import LRSchedule, schedule_from_args
+from slime.backends.fsdp_utils.optimizer import Optimizer
 from tests.backends.trainers import trainer_args
 
 pytestmark = pytest.mark.unit

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from slime.backends.common.checks import InvariantError
+from slime.backends.common.host_memory import HostCopy, swapped
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.backends.fsdp_utils.checks import InvariantError
-from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
 from slime.backends.fsdp_utils.model import local_tensor
 from slime.backends.fsdp_utils.weights import ShardedWeights
 from tests.backends.trainers import make_trainer, parameters_of, run_world, train_rollout, trainer_args

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.metrics import model_flops, speed_metrics
+from slime.backends.common.metrics import model_flops, speed_metrics
 
 pytestmark = pytest.mark.unit
 CONFIG = {

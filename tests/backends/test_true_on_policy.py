@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from slime.backends.common.checks import InvariantError
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
-from slime.backends.fsdp_utils.checks import InvariantError
 from slime.training.rollout_data import RankData
 from tests.backends.trainers import make_trainer, rollout_parts, run_world, trainer_args
 from tests.engine.server_process import Background, EngineServer

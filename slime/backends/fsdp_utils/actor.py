@@ -11,15 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils import checks
+from slime.backends.common import checks
+from slime.backends.common.host_memory import HostCopy, swapped
+from slime.backends.common.metrics import rollout_means
+from slime.backends.common.sent_weights import SentWeights
 from slime.backends.fsdp_utils.checkpoint import latest_checkpoint, read_reference
-from slime.backends.fsdp_utils.copies import SentWeights, Teacher
 from slime.backends.fsdp_utils.hf_export import export_hf
-from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
-from slime.backends.fsdp_utils.metrics import rollout_means
 from slime.backends.fsdp_utils.model import PolicyModel, decoder_layers
 from slime.backends.fsdp_utils.router import RouterTap
 from slime.backends.fsdp_utils.routing import RolloutRouting
+from slime.backends.fsdp_utils.teacher import Teacher
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.backends.fsdp_utils.weights import AdapterWeights, ShardedWeights
 from slime.modeling.routing_replay import RoutingReplay

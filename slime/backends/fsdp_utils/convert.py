@@ -6,7 +6,6 @@ Weights lie in a file while they are converted, so that a model may be larger th
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from slime.backends.fsdp_utils.hf_export import WEIGHT_SUFFIXES
 from slime.modeling.hf import empty_causal_lm
+from slime.utils.checkpoint_files import copy_small_files
 
 PREFIX = "model_state.model."
 
@@ -68,7 +67,5 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--input-dir {args.input_dir}: {error}")
         model = empty_causal_lm(str(args.origin_hf_dir), dtype, args.trust_remote_code)
         model.save_pretrained(args.output_dir, state_dict=weights)
-    for file in args.origin_hf_dir.iterdir():
-        if file.is_file() and file.name != "config.json" and not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copy2(file, args.output_dir / file.name)
+    copy_small_files(args.origin_hf_dir, args.output_dir, without=("config.json",))
     return 0

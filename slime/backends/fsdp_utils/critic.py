@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from slime.backends.fsdp_utils import checks
-from slime.backends.fsdp_utils.metrics import rollout_means
+from slime.backends.common import checks
+from slime.backends.common.metrics import rollout_means
 from slime.backends.fsdp_utils.model import build_policy
 from slime.backends.fsdp_utils.trainer import FSDPTrainer
 from slime.backends.fsdp_utils.value_model import ValueModel

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.checkpoint import write_atomically
+from slime.backends.common.checkpoint import write_atomically
 from slime.backends.fsdp_utils.weights import ShardedWeights
 from slime.modeling.hf import empty_causal_lm
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+from slime.utils.checkpoint_files import copy_small_files
 
 
 def export_hf(path: str, source: ShardedWeights, origin: str, trust_remote_code: bool = False) -> None:
@@ -36,8 +34,6 @@ def export_hf(path: str, source: ShardedWeights, origin: str, trust_remote_code:
         if state is not None:
             # A model without memory, for transformers' own way to write names, shards and config.
             empty_causal_lm(origin, source.dtype, trust_remote_code).save_pretrained(directory, state_dict=state)
-            for file in Path(origin).iterdir():
-                if file.is_file() and file.name != "config.json" and not file.name.endswith(WEIGHT_SUFFIXES):
-                    shutil.copy2(file, directory / file.name)
+            copy_small_files(Path(origin), directory, without=("config.json",))
 
     write_atomically(Path(path), write)

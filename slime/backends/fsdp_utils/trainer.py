@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from slime.backends.fsdp_utils.checkpoint import Extras, Progress, latest_checkpoint, load_checkpoint, save_checkpoint
-from slime.backends.fsdp_utils.host_memory import HostCopy
+from slime.backends.common.checkpoint import Progress
+from slime.backends.common.host_memory import HostCopy
+from slime.backends.common.lr_schedule import schedule_from_args
+from slime.backends.common.metrics import memory_metrics, speed_metrics, sum_over_ranks
+from slime.backends.fsdp_utils.checkpoint import Extras, latest_checkpoint, load_checkpoint, save_checkpoint
 from slime.backends.fsdp_utils.lora import LoraOptions, write_adapter
-from slime.backends.fsdp_utils.metrics import memory_metrics, speed_metrics, sum_over_ranks
 from slime.backends.fsdp_utils.model import (
     InvariantPolicyModel,
     ModelOptions,
@@ -26,7 +28,7 @@ from slime.backends.fsdp_utils.model import (
     full_tensor,
     local_tensor,
 )
-from slime.backends.fsdp_utils.optimizer import Optimizer, schedule_from_args
+from slime.backends.fsdp_utils.optimizer import Optimizer
 from slime.backends.fsdp_utils.trainable import select_trainable
 from slime.modeling.cudnn_attention import prefers_cudnn
 from slime.observability.profiling import MemoryHistory, PhaseTimer, peak_tflops, utilization

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils import checks
-from slime.backends.fsdp_utils.copies import SentWeights
-from slime.backends.fsdp_utils.host_memory import HostCopy, swapped
-from slime.backends.fsdp_utils.metrics import rollout_means
+from slime.backends.common import checks
+from slime.backends.common.host_memory import HostCopy, swapped
+from slime.backends.common.metrics import rollout_means
+from slime.backends.common.sent_weights import SentWeights
 from slime.backends.megatron_utils import hooks
 from slime.backends.megatron_utils.trainer import MegatronTrainer
 from slime.training.advantages import compute_advantages

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.checkpoint import AtomicDirectory
+from slime.backends.common.checkpoint import AtomicDirectory
 
 
 class BackgroundSave:

@@ -7,7 +7,6 @@ temporary name and renamed when complete; the tracker file, which names the chec
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,13 +19,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import nn
 
-from slime.backends.fsdp_utils.checkpoint import (
+from slime.backends.common.checkpoint import (
     TRACKER,
     AtomicDirectory,
     CheckpointError,
     Progress,
     rng_state,
     set_rng_state,
+    write_tracker,
 )
 from slime.backends.megatron_utils import compat
 from slime.backends.megatron_utils.architecture import Architecture, is_hf_directory
@@ -124,7 +124,7 @@ def save_checkpoint(
 
     def publish() -> None:
         directory.publish()
-        _track(Path(root), rollout_id)
+        write_tracker(Path(root), rollout_id)
 
     if background is not None:
         background.finish()
@@ -135,15 +135,6 @@ def save_checkpoint(
         publish()
     else:
         background.start(requests[0], directory, publish)
-
-
-def _track(root: Path, rollout_id: int) -> None:
-    """Name the checkpoint that a run resumes from now on; collective."""
-    if dist.get_rank() == 0:
-        temporary = root / f".{TRACKER}.tmp"
-        temporary.write_text(f"{rollout_id}\n")
-        os.replace(temporary, root / TRACKER)
-    dist.barrier()
 
 
 def load_checkpoint(

@@ -49,7 +49,7 @@ def hf_to_torch_dist(hf_checkpoint: str, save: str, dtype: torch.dtype) -> None:
     """Write the weights as a checkpoint of rollout 0 under `save`, for --ref-load, or --load with --finetune."""
     architecture = read_architecture(hf_checkpoint)
     with _model_without_memory(architecture, dtype, bool(draft_layer_names(hf_checkpoint))) as model:
-        from slime.backends.fsdp_utils.checkpoint import Progress
+        from slime.backends.common.checkpoint import Progress
         from slime.backends.megatron_utils.checkpoint import save_checkpoint
         from slime.backends.megatron_utils.hf_files import HFTensors
         from slime.backends.megatron_utils.lazy import LazySave

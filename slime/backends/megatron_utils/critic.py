@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from slime.backends.fsdp_utils import checks
-from slime.backends.fsdp_utils.metrics import rollout_means
+from slime.backends.common import checks
+from slime.backends.common.metrics import rollout_means
 from slime.backends.megatron_utils.trainer import MegatronTrainer
 from slime.training.advantages import compute_advantages
 from slime.training.batch import MicroBatch

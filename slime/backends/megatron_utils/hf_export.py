@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Container
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from slime.backends.fsdp_utils.checkpoint import write_atomically
-from slime.backends.fsdp_utils.hf_export import WEIGHT_SUFFIXES
+from slime.backends.common.checkpoint import write_atomically
 from slime.backends.megatron_utils.architecture import read_architecture
 from slime.backends.megatron_utils.hf_files import INDEX, SINGLE, HFTensors
 from slime.backends.megatron_utils.name_maps import DRAFT_LAYERS
+from slime.utils.checkpoint_files import copy_small_files
 from slime.weight_sync.buckets import WeightSource
 
 SHARD_BYTES = 5 * 2**30
@@ -57,7 +56,7 @@ def export_hf(path: str, source: WeightSource, origin: str, shard_bytes: int = S
                 size += sum(tensor.nbytes for tensor in kept.values())
                 index = {"metadata": {"total_size": size}, "weight_map": weight_map}
                 (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            _copy_small_files(Path(origin), directory)
+            copy_small_files(Path(origin), directory)
 
     write_atomically(Path(path), write)
 
@@ -92,9 +91,3 @@ def _shards(specs, shard_bytes: int) -> list[list]:
         else:
             shards.append([spec])
     return shards
-
-
-def _copy_small_files(origin: Path, directory: Path) -> None:
-    for file in origin.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copy2(file, directory / file.name)

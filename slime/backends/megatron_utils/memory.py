@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.fsdp_utils.host_memory import HostCopy
+from slime.backends.common.host_memory import HostCopy
 from slime.backends.megatron_utils.optimizer import Optimizer
 
 

@@ -12,7 +12,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
-from slime.backends.fsdp_utils.optimizer import LRSchedule
+from slime.backends.common.lr_schedule import LRSchedule
 from slime.backends.megatron_utils.host_adam import HostAdamW, on_host
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from slime.backends.fsdp_utils.host_memory import HostCopy
+from slime.backends.common.host_memory import HostCopy
 from slime.backends.megatron_utils.forward import Forward
 
 

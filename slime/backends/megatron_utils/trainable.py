@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from slime.backends.fsdp_utils.trainable import trained_names
+from slime.backends.common.trainable import trained_names
 from slime.backends.megatron_utils.architecture import Architecture
 from slime.backends.megatron_utils.weights import NameMap, global_tensors
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.checkpoint import Progress
-from slime.backends.fsdp_utils.host_memory import HostCopy
-from slime.backends.fsdp_utils.metrics import memory_metrics, speed_metrics, sum_over_ranks
-from slime.backends.fsdp_utils.optimizer import schedule_from_args
+from slime.backends.common.checkpoint import Progress
+from slime.backends.common.host_memory import HostCopy
+from slime.backends.common.lr_schedule import schedule_from_args
+from slime.backends.common.metrics import memory_metrics, speed_metrics, sum_over_ranks
 from slime.backends.megatron_utils import compat, hooks
 from slime.backends.megatron_utils.architecture import Architecture, is_hf_directory, read_architecture
 from slime.backends.megatron_utils.settings import config_overrides, ddp_options, optimizer_options, parallel_sizes

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.fsdp_utils.checkpoint import AtomicDirectory, CheckpointError
+from slime.backends.common.checkpoint import AtomicDirectory, CheckpointError
 from slime.backends.megatron_utils import compat
 from slime.backends.megatron_utils.async_save import BackgroundSave
 from slime.backends.megatron_utils.hf_files import HFTensors

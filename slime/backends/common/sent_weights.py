@@ -1,14 +1,8 @@
-"""Further weights beside the policy's: those that the engines were sent, and those of a teacher."""
+"""The weights that the engines were sent last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
-
-from slime.backends.fsdp_utils.host_memory import HostCopy
-from slime.backends.fsdp_utils.model import PolicyModel, local_tensor
+from slime.backends.common.host_memory import HostCopy
 
 KEPT_VERSIONS = 2
 """An asynchronous loop trains on samples of the version before the one that the engines serve."""
@@ -45,32 +39,3 @@ class SentWeights:
         known = [kept for kept in self._versions if kept <= version] or [min(self._versions)]
         copy, steps = self._versions[max(known)]
         return None if steps == steps_done else copy
-
-
-class Teacher:
-    """The model that on-policy distillation learns from. Its architecture may differ from the policy's.
-
-    Args:
-        model: with the teacher's weights on `device`.
-        stays: it has its weights in host memory anyway, so nothing needs to be moved.
-    """
-
-    def __init__(self, model: PolicyModel, device: torch.device, stays: bool):
-        self._model = model.requires_grad_(False)
-        self._host: HostCopy | None = None
-        if device.type == "cuda" and not stays:
-            self._host = HostCopy((local_tensor(p) for p in model.parameters()), constant=True)
-            self._host.release()
-            torch.cuda.empty_cache()
-
-    @contextmanager
-    def on_device(self) -> Iterator[PolicyModel]:
-        """The model, ready to run."""
-        if self._host is None:
-            yield self._model
-            return
-        self._host.restore()
-        try:
-            yield self._model
-        finally:
-            self._host.drop()
