@@ -55,18 +55,34 @@ def config_to_yaml(args: Namespace) -> str:
     """
     import yaml
 
-    settings: dict[str, Any] = {}
-    computed: dict[str, Any] = {}
+    config = public_config(args)
+    computed = {key: config.pop(key) for key in COMPUTED if key in config}
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=110)
+    for line in yaml.safe_dump(computed, sort_keys=False, allow_unicode=True, width=110).splitlines():
+        text += f"# {line}\n"
+    return text
+
+
+def public_config(args: Namespace) -> dict[str, Any]:
+    """What may be shown of the arguments: no secrets, no flags that are not available yet, no defaults of SGLang's and
+    Megatron's own flags."""
+    config: dict[str, Any] = {}
     foreign = {flag.dest: flag for flag in (*SERVER_FLAGS, *MEGATRON_FLAGS)}
     for key, value in vars(args).items():
         flag = BY_DEST.get(key)
         if key in foreign and value == foreign[key].default:
             continue
         if flag is None and key in COMPUTED:
-            computed[key] = [dataclasses.asdict(d) for d in value] if isinstance(value, (list, tuple)) else value
+            config[key] = [dataclasses.asdict(d) for d in value] if isinstance(value, (list, tuple)) else value
         elif flag is None or not (flag.pending or flag.secret or key in ("print_config", "custom_config_path")):
-            settings[key] = value
-    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=110)
-    for line in yaml.safe_dump(computed, sort_keys=False, allow_unicode=True, width=110).splitlines():
-        text += f"# {line}\n"
-    return text
+            config[key] = value
+    return config
+
+
+def public_words(words: list[str], args: Namespace) -> list[str]:
+    """A command line with `***` for the values of secret flags."""
+    secrets = [getattr(args, dest) for dest, flag in BY_DEST.items() if flag.secret and hasattr(args, dest)]
+    values = {value for secret in secrets if secret for value in (secret if isinstance(secret, list) else [secret])}
+    for value in values:
+        words = [word.replace(value, "***") for word in words]
+    return words

@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import os
+import secrets
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -25,12 +27,16 @@ STEP_AXES = {
 }
 
 
+class TrackerError(Exception):
+    """A tracker cannot be used; the message is for the user."""
+
+
 class Tracker(Protocol):
     """Takes scalars of one step of one axis (`rollout/step`, `train/step`, `eval/step`)."""
 
     def log(self, metrics: dict[str, float], step_key: str, step: int) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, exit_code: int) -> None: ...
 
 
 class JsonlTracker:
@@ -44,7 +50,7 @@ class JsonlTracker:
         self._file.write(json.dumps({step_key: step, "time": round(time.time(), 3), **values}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         self._file.close()
 
 
@@ -65,7 +71,7 @@ class TensorBoardTracker:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         self._writer.close()
 
 
@@ -76,25 +82,32 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("--use-wandb needs the package wandb: pip install 'slime[wandb]'") from error
-        if args.wandb_host:
-            os.environ["WANDB_BASE_URL"] = args.wandb_host
-        if args.wandb_key and args.wandb_mode not in ("offline", "disabled"):
-            wandb.login(key=args.wandb_key, host=args.wandb_host)
+            raise TrackerError("--use-wandb: wandb is not installed; pip install 'slime[wandb]'") from error
+        from slime.utils.arguments import public_config, public_words
+
         name = args.wandb_group
         if name and args.wandb_random_suffix:
-            name = f"{name}_{wandb.util.generate_id()}"
-        self._run = wandb.init(
-            project=args.wandb_project,
-            entity=args.wandb_team,
-            group=args.wandb_group,
-            name=name,
-            id=args.wandb_run_id,
-            resume="allow" if args.wandb_run_id else None,
-            mode=args.wandb_mode,
-            dir=args.wandb_dir or args.run_dir,
-            config={key: value for key, value in to_plain(vars(args)).items() if key != "wandb_key"},
-        )
+            name = f"{name}_{secrets.token_hex(4)}"
+        given = {"api_key": args.wandb_key, "base_url": args.wandb_host}
+        argv, sys.argv = sys.argv, public_words(sys.argv, args)  # wandb records and uploads it
+        try:
+            self._run = wandb.init(
+                project=args.wandb_project,
+                entity=args.wandb_team,
+                group=args.wandb_group,
+                name=name,
+                id=args.wandb_run_id,
+                resume="allow" if args.wandb_run_id else None,
+                mode=args.wandb_mode,
+                dir=args.wandb_dir or args.run_dir,
+                config=to_plain(public_config(args)),
+                settings=wandb.Settings(**{key: value for key, value in given.items() if value is not None}),
+            )
+        except (wandb.Error, ValueError) as error:
+            fix = "set WANDB_API_KEY, or --wandb-mode offline and `wandb sync` later"
+            raise TrackerError(f"--use-wandb: {' '.join(str(error).split())}\n    fix: {fix}") from error
+        finally:
+            sys.argv = argv
         for axis in sorted(set(STEP_AXES.values())):
             self._run.define_metric(axis)
         for pattern, axis in STEP_AXES.items():
@@ -103,8 +116,8 @@ class WandbTracker:
     def log(self, metrics: dict[str, float], step_key: str, step: int) -> None:
         self._run.log({step_key: step, **metrics})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
 
 
 class MetricsLogger:
@@ -155,9 +168,10 @@ class MetricsLogger:
         with self.console.phase(name):
             yield
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
+        """End all trackers; with an exit code other than 0 they show the run as failed."""
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(exit_code)
         self.console.close()
 
 

@@ -26,7 +26,7 @@ import psutil
 import ray
 
 from slime.observability import stacks
-from slime.observability.metrics import MetricsLogger
+from slime.observability.metrics import MetricsLogger, TrackerError
 from slime.observability.run_dir import RunDir, tail
 from slime.ray.placement_group import total_slots
 from slime.ray.temp_dir import RayTempDir
@@ -67,8 +67,13 @@ class Session:
         self.args = args
         self.exit_code = 0
         self._begin = time.monotonic()
-        self.run_dir = RunDir(args.run_dir).create(args)
-        self.metrics = MetricsLogger(args)
+        try:
+            self.run_dir = RunDir(args.run_dir).create(args)
+            self.metrics = MetricsLogger(args)
+        except OSError as error:
+            sys.exit(f"error: --run-dir {args.run_dir}: {error}\n    fix: give a directory that can be written to")
+        except TrackerError as error:
+            sys.exit(f"error: {error}")
         self.console = self.metrics.console
         self._guards: list[ray.ObjectRef] = []
         self._events: list[_Event] = []
@@ -171,7 +176,7 @@ class Session:
             if self._temp_dir is not None:
                 self._temp_dir.remove()
             _adopt_orphans(False)
-            self.metrics.close()
+            self.metrics.close(self.exit_code)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
 

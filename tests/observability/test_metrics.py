@@ -1,10 +1,14 @@
 import json
+import struct
+import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
+from slime.arguments.families.observability import FAMILY as OBSERVABILITY
 from slime.observability.console import Console
-from slime.observability.metrics import MetricsLogger
+from slime.observability.metrics import MetricsLogger, TrackerError
 
 pytestmark = pytest.mark.unit
 
@@ -45,8 +49,72 @@ def test_jsonl_and_tensorboard(args, tmp_path, monkeypatch):
 def test_missing_wandb_says_what_to_install(args, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     args.use_wandb = True
-    with pytest.raises(ImportError, match=r"slime\[wandb\]"):
+    with pytest.raises(TrackerError, match=r"slime\[wandb\]"):
         MetricsLogger(args)
+
+
+@pytest.fixture
+def wandb_args(args, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = {flag.dest: None for flag in OBSERVABILITY.flags if flag.dest.startswith("wandb_")}
+    vars(args).update(flags, use_wandb=True, use_tensorboard=False, wandb_always_use_train_step=False)
+    vars(args).update(wandb_mode="offline", wandb_group="sums", wandb_random_suffix=True)
+    return args
+
+
+def wandb_records(run_dir: str) -> list:
+    """What a run without a server wrote: records in the format of LevelDB's log, in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = Path(run_dir, "wandb").glob("offline-run-*/run-*.wandb")
+    data, at, whole, records = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            records.append(Record.FromString(whole))
+            whole = b""
+    return records
+
+
+def test_wandb(wandb_args, monkeypatch):
+    wandb_args.wandb_key = "secret" * 7
+    monkeypatch.setattr(sys, "argv", ["train.py", "--wandb-key", wandb_args.wandb_key, "--lr=1"])
+    logger = MetricsLogger(wandb_args)
+    logger.log_rollout(3, 10, {"train/loss": 0.25, "train/step": 8, "rollout/raw_reward": 0.5})
+    logger.log_eval(4, {"eval/a": 0.75})
+    logger.close(exit_code=1)
+    assert sys.argv[2] == wandb_args.wandb_key
+
+    records = wandb_records(wandb_args.run_dir)
+    rows = [{i.nested_key[0]: i.value_json for i in r.history.item} for r in records if r.HasField("history")]
+    assert [{key: row[key] for key in row if "/" in key} for row in rows] == [
+        {"train/step": "8", "train/loss": "0.25"},
+        {"rollout/step": "3", "rollout/raw_reward": "0.5"},
+        {"eval/step": "4", "eval/a": "0.75"},
+    ]
+    (run,) = (r.run for r in records if r.HasField("run"))
+    assert run.run_group == "sums" and run.display_name.startswith("sums_")
+    assert {item.key: item.value_json for item in run.config.update}["n_samples_per_prompt"] == "2"
+    axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
+    assert axes["rollout/*"] == "rollout/step" and axes["train/*"] == "train/step"
+    assert [r.exit.exit_code for r in records if r.HasField("exit")] == [1]
+    assert not any(b"secretsecret" in r.SerializeToString() for r in records)
+    assert any(b"--lr=1" in r.SerializeToString() for r in records)
+
+
+def test_wandb_without_a_key(wandb_args, monkeypatch, tmp_path):
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb_args.wandb_mode = "online"
+    with pytest.raises(TrackerError, match="(?s)--use-wandb: .*API key.*fix: "):
+        MetricsLogger(wandb_args)
 
 
 def test_axes(args, tmp_path):

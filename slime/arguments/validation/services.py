@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 
 from slime.arguments.problems import Problems
-from slime.arguments.validation.checkpoints import check_template
+from slime.arguments.validation.checkpoints import check_template, check_writable
 
 
 def _check_profiling(args: Namespace, problems: Problems) -> None:
@@ -74,5 +74,4 @@ def complete(args: Namespace, problems: Problems) -> None:
     if args.run_dir is None:
         model = os.path.basename(os.path.normpath(args.hf_checkpoint or "model"))
         args.run_dir = os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-{model}")
-    elif os.path.exists(args.run_dir) and not os.path.isdir(args.run_dir):
-        problems.add("--run-dir", args.run_dir, "is a file", "give a directory")
+    check_writable("--run-dir", args.run_dir, problems)
