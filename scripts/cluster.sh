@@ -1,4 +1,4 @@
-# Runs slime on one node or on every node of a cluster; sourced by scripts/run-*.sh, which set NODES and call `launch`.
+# Runs slime on one node or on every node of a cluster; sourced by scripts/grpo.sh, which sets NODES and calls `launch`.
 #
 # One node: nothing to set. Several: run the same script on every node with
 #   NODE_RANK   0 on the node that trains, 1, 2, ... on the others

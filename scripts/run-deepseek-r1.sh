@@ -1,38 +1,13 @@
 #!/usr/bin/env bash
 # GRPO of DeepSeek-R1 (671B) on 16 nodes of 8 GPUs, trainer and engines on the same GPUs.
-# usage: NODE_RANK=n HEAD=address scripts/run-deepseek-r1.sh MODEL [more flags]; MODEL is the Hugging Face directory. Later flags win. DRY_RUN=1 shows
-# the resolved configuration.
-set -euo pipefail
-model=${1:?usage: scripts/run-deepseek-r1.sh MODEL [more flags]}
-shift
-cd "$(dirname "$0")/.."
+# usage: NODE_RANK=n HEAD=address scripts/run-deepseek-r1.sh MODEL [more flags]; scripts/grpo.sh says more
 NODES=16
-. scripts/cluster.sh
-. scripts/models/deepseek-v3.sh
-
+SHAPE=deepseek-v3
 flags=(
-    --hf-checkpoint "$model" --ref-load "$model" "${MODEL_ARGS[@]}"
-    --train-backend megatron --colocate --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE"
-    --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4
-    --decoder-first-pipeline-num-layers 16 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
-    --optimizer-cpu-offload
-    --rollout-num-gpus-per-engine 32 --sglang-mem-fraction-static 0.7
-
-    --num-rollout 3000 --rollout-batch-size 128 --n-samples-per-prompt 8 --global-batch-size 1024
-    --rollout-max-response-len 16384 --rollout-temperature 1.0 --max-tokens-per-gpu 16384
-
-    # Data: a plain string column becomes one user turn. The label ends in "#### 18", which the math reward reads.
-    --prompt-data "${DATA:-data/gsm8k/train.jsonl}" --input-key "${INPUT_KEY:-question}"
-    --label-key "${LABEL_KEY:-answer}" --apply-chat-template --rollout-shuffle --rm-type math
-
-    --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl
-    --eps-clip 0.2 --eps-clip-high 0.28 --entropy-coef 0
-    --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
-    --use-dynamic-batch-size --balance-data
-    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-    --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-backend flash
-
-    --run-dir "${RUN:-runs/deepseek-r1}" --save "${RUN:-runs/deepseek-r1}/checkpoints" --load "${RUN:-runs/deepseek-r1}/checkpoints"
-    --save-interval 20 --async-save
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 16
+    --expert-model-parallel-size 32 --expert-tensor-parallel-size 1
+    --optimizer-cpu-offload --rollout-num-gpus-per-engine 32
+    --rollout-batch-size 128 --n-samples-per-prompt 8 --global-batch-size 1024
+    --rollout-max-response-len 16384 --max-tokens-per-gpu 16384
 )
-launch train.py "${flags[@]}" "$@"
+. "$(dirname "$0")/grpo.sh"

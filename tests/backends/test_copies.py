@@ -49,11 +49,11 @@ def following_reference(make, model_dir, root):
 def old_actor(make, model_dir):
     """Old log-probs of a rollout that the weights before the last update generated; and of one of the current ones."""
     trainer = make(trainer_args(model_dir, "--keep-old-actor", "--num-steps-per-rollout", "2"))
-    before = trainer._log_probs(rank_data(trainer, 1), trainer.model)[0]
+    before = trainer._log_probs(rank_data(trainer, 1))[0]
     trainer._sent.remember(1, 0)
     train_rollout(trainer, 0)
     trainer._sent.remember(2, trainer.optimizer.steps_done)
-    current = trainer._log_probs(rank_data(trainer, 1), trainer.model)[0]
+    current = trainer._log_probs(rank_data(trainer, 1))[0]
     out = []
     for version, expected in ((2, current), (1, before)):
         data = rank_data(trainer, 1, weight_version=[version] * 8)

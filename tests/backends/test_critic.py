@@ -18,7 +18,7 @@ KL_SEED = 17
 class ExactCritic(FSDPCriticRayActor):
     """In float64."""
 
-    def _build(self, path):
+    def _load(self, path):
         from slime.backends.fsdp_utils.model import ModelOptions, build_policy
         from slime.backends.fsdp_utils.value_model import ValueModel
 

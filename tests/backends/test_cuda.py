@@ -78,7 +78,7 @@ def parameters_on_device(trainer):
 
 
 def parameters_of_released(trainer):
-    return trainer._with_parameters(lambda: parameters_on_device(trainer))
+    return trainer.memory.with_parameters(lambda: parameters_on_device(trainer))
 
 
 def test_offloading_changes_no_bit_and_frees_the_gpu(model_dir):
@@ -144,7 +144,7 @@ def sync(rank, world_size, port, model_dir, url, root):
     tensor_reply = generate(url)
     trainer.offload()
     trainer.save_model(3)
-    assert trainer._parameters_released
+    assert trainer.memory.parameters_released
     trainer.onload()
     held = masters(trainer)
     resumed = make_trainer(

@@ -28,8 +28,8 @@ FIRST_STEPS = {
 class Recorder(FSDPTrainRayActor):
     """Keeps every optimizer step's metrics."""
 
-    def _train_step(self, data, step):
-        metrics = super()._train_step(data, step)
+    def _train_step(self, rollout_id, data, step):
+        metrics = super()._train_step(rollout_id, data, step)
         self.recorded.append(metrics)
         return metrics
 
@@ -52,7 +52,7 @@ def moved_reference(rank, world_size, port, model_dir):
     trainer = make_trainer(
         FSDPTrainRayActor, trainer_args(model_dir, "--ci-test"), rank, world_size, port, with_ref=True
     )
-    with swapped(trainer._trained, trainer.reference), torch.no_grad():
+    with swapped(trainer.trained, trainer.reference), torch.no_grad():
         for parameter in trainer.model.parameters():
             local_tensor(parameter).mul_(1.01)
         trainer.reference.save()

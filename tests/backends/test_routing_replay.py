@@ -38,8 +38,8 @@ def with_routing(batch, seed=7):
 class Recorder(FSDPTrainRayActor):
     """Keeps each step's metrics."""
 
-    def _train_step(self, data, step):
-        self.steps.append(super()._train_step(data, step))
+    def _train_step(self, rollout_id, data, step):
+        self.steps.append(super()._train_step(rollout_id, data, step))
         return self.steps[-1]
 
 

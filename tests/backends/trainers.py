@@ -84,7 +84,7 @@ def train_rollout(trainer: FSDPTrainRayActor, rollout_id: int, seed: int | None 
 class ExactTrainer(FSDPTrainRayActor):
     """Everything in float64, so that sums in another order still agree to 1e-10."""
 
-    def _build(self, path):
+    def _load(self, path):
         from slime.backends.fsdp_utils.model import ModelOptions, build_policy
 
         self.dtype = torch.float64

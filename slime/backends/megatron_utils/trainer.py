@@ -1,71 +1,55 @@
-"""What policy and critic ranks share: a model cut over the ranks, its optimizer, checkpoints and memory."""
+"""What policy and critic ranks share on Megatron: a model cut over the ranks, its optimizer and checkpoints."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from slime.backends.common.checkpoint import Progress
 from slime.backends.common.host_memory import HostCopy
-from slime.backends.common.lr_schedule import schedule_from_args
-from slime.backends.common.metrics import memory_metrics, speed_metrics, sum_over_ranks
+from slime.backends.common.metrics import sum_over_ranks
+from slime.backends.common.trainer import Trainer
 from slime.backends.megatron_utils import compat, hooks
 from slime.backends.megatron_utils.architecture import Architecture, is_hf_directory, read_architecture
 from slime.backends.megatron_utils.settings import config_overrides, ddp_options, optimizer_options, parallel_sizes
-from slime.observability.profiling import MemoryHistory, PhaseTimer, peak_tflops, utilization
-from slime.ray.train_actor import TrainRayActor
 from slime.training.batch import MicroBatch
 from slime.training.rollout_data import RankData
 
 logger = logging.getLogger(__name__)
 
 
-class MegatronTrainer(TrainRayActor):
-    """A rank over tensor, sequence, pipeline, context, expert and data parallelism. A role adds `train_on`, its model
-    and what it keeps beside it."""
+class MegatronTrainer(Trainer):
+    """A rank over tensor, sequence, pipeline, context, expert and data parallelism.
+
+    Megatron is imported only where it is used: it reads what `compat` prepares.
+    """
 
     # -- setup --------------------------------------------------------------------------------------------------------
 
     def init(self, args: Namespace, role: str = "actor", with_ref: bool = False) -> int:
-        self.args = args
-        self.role = role
-        self.timer = PhaseTimer(args, self.rank)
         self._saving: Any = None
-        self.device = torch.device(args.device)
         if args.device == "cuda":
             # Megatron overlaps tensor-parallel communication only if kernels start in the order of their launch.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-            torch.cuda.set_device(0)
-            self.device = torch.device("cuda", 0)
-        self._memory_history = MemoryHistory(args, self.rank)
-        self._peak_tflops = peak_tflops(args)
         compat.install()
-        if args.deterministic_mode:
-            torch.use_deterministic_algorithms(True)
-        torch.manual_seed(args.seed + self.rank)
-        self.join_world(args.distributed_backend, args.distributed_timeout_minutes)
-        self._build()
-        self._copy_initial_weights(with_ref)
+        return super().init(args, role, with_ref)
+
+    def _build(self, with_ref: bool) -> None:
+        args = self.args
+        self._build_model()
+        self._keep_initial_weights(with_ref)
         if is_hf_directory(args.load) and args.load != (args.ref_load or args.hf_checkpoint):
-            # Megatron is imported only where it is used: it reads what `compat` prepares.
             from slime.backends.megatron_utils.checkpoint import load_model
 
             load_model(self.model, self.architecture, args.load)
         self._build_optimizer()
-        self.progress = Progress()
-        self._resumed = self._resume()
-        self._last_train_end = time.perf_counter()
-        return self.progress.next_rollout_id if args.start_rollout_id is None else args.start_rollout_id
 
-    def _build(self) -> None:
+    def _build_model(self) -> None:
         from megatron.core import parallel_state
 
         from slime.backends.megatron_utils.optimizer import wrap_chunks
@@ -80,7 +64,6 @@ class MegatronTrainer(TrainRayActor):
         self.dp_group = parallel_state.get_data_parallel_group()
         self.dp_rank = dist.get_rank(self.dp_group)
         self.cp = context_parallel()
-        self.dtype = getattr(torch, args.dtype)
         self.architecture = read_architecture(args.hf_checkpoint)
         path = args.ref_load or args.hf_checkpoint
         self.model, config = self._load_model(self.architecture, path, step=args.ref_ckpt_step)
@@ -94,7 +77,7 @@ class MegatronTrainer(TrainRayActor):
         )
         self.chunks = wrap_chunks(self.model, config, **ddp_options(args))
         self.forward = self._forward_of(self.chunks, config, self.architecture)
-        self._params = HostCopy(p.detach() for chunk in self.model for p in chunk.parameters())
+        self.trained = HostCopy(p.detach() for chunk in self.model for p in chunk.parameters())
 
     def _load_model(
         self, architecture: Architecture, path: str, step: int | None = None, stock: bool = False, **overrides: Any
@@ -142,26 +125,21 @@ class MegatronTrainer(TrainRayActor):
             "pad_multiple": self.args.data_pad_size_multiplier,
         }
 
-    def _copy_initial_weights(self, with_ref: bool) -> None:
-        """What a role keeps of the weights that the run started from; called before a checkpoint is read."""
-
     def _build_optimizer(self) -> None:
-        from slime.backends.megatron_utils.memory import DeviceMemory
+        from slime.backends.megatron_utils.memory import MegatronMemory
         from slime.backends.megatron_utils.optimizer import Optimizer
 
         args = self.args
-        steps_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size
-        total_steps = None if args.num_rollout is None else args.num_rollout * steps_per_rollout
         self.optimizer = Optimizer(
             self.chunks,
-            schedule_from_args(args, total_steps),
+            self._schedule(),
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_eps,
             weight_decay=args.weight_decay,
             clip_grad=args.clip_grad,
             **optimizer_options(args),
         )
-        self.memory = DeviceMemory(self.chunks, self.optimizer, self._params, self.device)
+        self.memory = MegatronMemory(self.chunks, self.optimizer, self.trained, stays=args.device == "cpu")
 
     def _resume(self) -> bool:
         from slime.backends.megatron_utils.checkpoint import latest_checkpoint, load_checkpoint, load_weights
@@ -186,54 +164,13 @@ class MegatronTrainer(TrainRayActor):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train(self, rollout_id: int, refs: list[Any], shared: Sequence[list[Any]] = ()) -> dict[str, float] | None:
-        self.timer.add("train_wait", time.perf_counter() - self._last_train_end)
-        self.timer.rollout_id = rollout_id
         self._finish_save(wait=False)
-        with self._memory_history.watch(rollout_id), self.timer("train"):
-            with self.timer("data_preprocess"):
-                data = self._receive(refs, shared)
-            metrics = self.train_on(rollout_id, data)
-        metrics |= self._perf_metrics(data)
-        self._last_train_end = time.perf_counter()
-        return metrics if self.rank == 0 else None
+        return super().train(rollout_id, refs, shared)
 
-    def _receive(self, refs: list[Any], shared: Sequence[list[Any]] = ()) -> RankData:
-        """This rank's part of a rollout, with what the other role computed for it."""
-        import ray
-
-        data = RankData(ray.get(refs[self.dp_rank]))
-        for of_ranks in shared:
-            for key, values in ray.get(of_ranks[self.rank]).items():
-                data.set_flat(key, [torch.tensor(value, device=self.device) for value in values])
-        return data
-
-    def train_on(self, rollout_id: int, data: RankData) -> dict[str, float]:
-        """Train on this rank's part; metrics of the global batch, the same on every rank."""
-        raise NotImplementedError
-
-    def _train_steps(self, rollout_id: int, data: RankData) -> list[dict[str, float]]:
-        """All optimizer steps of a rollout, with the metrics of each."""
-        with self.timer(f"{self.role}_train"):
-            return [self._train_step(rollout_id, data, step) for step in range(len(data.steps))]
-
-    def _train_step(self, rollout_id: int, data: RankData, step: int) -> dict[str, float]:
-        """One optimizer step over its micro-batches."""
+    def _before_train_step(self, rollout_id: int, step: int) -> None:
         hooks.before_train_step(self.args, rollout_id, step, self.chunks, self.optimizer)
-        out = self._gradients(data, step)
-        out |= self.optimizer.step()
-        if out["skipped_steps"]:
-            logger.warning(
-                "step %d skipped: the gradient norm is %s (loss %s)",
-                self.optimizer.steps_done,
-                out["grad_norm"],
-                out["loss"],
-            )
-        self.progress.global_step = self.optimizer.steps_done
-        self.progress.micro_step += len(data.steps[step])
-        return out
 
     def _gradients(self, data: RankData, step: int) -> dict[str, float]:
-        """Gradients of a step, summed over all micro-batches and ranks; the loss metrics of the global batch."""
         from slime.backends.megatron_utils.pipeline import is_last_stage, object_from_last_stage
 
         batches = [data.micro_batch(step, index, self.device) for index in range(len(data.steps[step]))]
@@ -273,34 +210,9 @@ class MegatronTrainer(TrainRayActor):
         ]
         return batches, [sample for step in data.steps for samples in step for sample in samples]
 
-    def _over_steps(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """Metrics of a rollout from those of its optimizer steps."""
-        metrics = {f"train/{key}": sum(step[key] for step in steps) / len(steps) for key in steps[0]}
-        metrics["train/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
-        metrics["train/step"] = self.optimizer.steps_done
-        return metrics
-
-    def _perf_metrics(self, data: RankData) -> dict[str, float]:
-        times, lengths = self.timer.pop(), data["total_lengths"]
-        speed = speed_metrics(times, self.role, self.args.hf_checkpoint, lengths, self.dp_group, self.device)
-        return {**times, **speed, **utilization(speed, self._peak_tflops), **memory_metrics(self.device)}
-
-    # -- checkpoints and memory ---------------------------------------------------------------------------------------
-
-    def save_model(self, rollout_id: int) -> dict[str, float] | None:
-        return self._timed("save_model", lambda: self._save(rollout_id))
-
-    def _save(self, rollout_id: int) -> None:
-        released = self.memory.rest_released
-        if released:
-            self.memory.onload()
-        self.progress.next_rollout_id = rollout_id + 1
-        self._write(rollout_id)
-        if released:
-            self.memory.offload()
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _write(self, rollout_id: int) -> None:
-        """With the model on the device."""
         from slime.backends.megatron_utils.checkpoint import save_checkpoint
 
         args = self.args
@@ -336,28 +248,10 @@ class MegatronTrainer(TrainRayActor):
         else:
             self._saving.poll()
 
-    def _reference_to_save(self) -> Callable[[], AbstractContextManager] | None:
-        """A context in which the model holds the reference, when that cannot be found elsewhere."""
-        return None
-
-    def offload(self, keep_parameters: bool = False) -> dict[str, float] | None:
-        """Give device memory back; `keep_parameters`: what weights are sent from stays for now."""
-        return self._timed("sleep", lambda: self.memory.offload(keep_parameters))
-
-    def onload(self) -> dict[str, float] | None:
-        return self._timed("wake_up", self.memory.onload)
-
-    def _timed(self, name: str, action: Callable[[], dict[str, float] | None]) -> dict[str, float] | None:
-        """Run, and on rank 0 return what `action` returns with the time it took."""
-        start = time.perf_counter()
-        metrics = action() or {}
-        seconds = time.perf_counter() - start
-        return {**metrics, f"perf/{name}_time": seconds} if self.rank == 0 else None
-
     def dispose(self) -> None:
         from slime.backends.megatron_utils.parallel import destroy_parallel
 
         if dist.is_initialized():
             self._finish_save(wait=True)
             destroy_parallel()
-            dist.destroy_process_group()
+        super().dispose()

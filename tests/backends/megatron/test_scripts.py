@@ -25,7 +25,7 @@ def dry_run(script: str, model: Path, *flags: str) -> subprocess.CompletedProces
 
 
 def checkpoint(root: Path, script: str) -> Path:
-    name = re.search(r"scripts/models/(\S+)\.sh", (SCRIPTS / script).read_text())[1]
+    name = re.search(r"SHAPE=(\S+)", (SCRIPTS / script).read_text())[1]
     (root / "config.json").write_text(json.dumps(CONFIGS[name]))
     (root / "model.safetensors").write_bytes(b"")
     return root
@@ -41,7 +41,7 @@ def test_flags_are_accepted(tmp_path, script):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("script", [*RUNS, "cluster.sh"])
+@pytest.mark.parametrize("script", [*RUNS, "grpo.sh", "cluster.sh"])
 def test_nothing_that_is_not_the_scripts_own_is_touched(script):
     text = (SCRIPTS / script).read_text()
     assert not re.search(r"pkill|killall|ray stop|rm -rf|/root|/home", text)
