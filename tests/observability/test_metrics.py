@@ -1,6 +1,7 @@
 import json
 import struct
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -64,12 +65,21 @@ def wandb_args(args, monkeypatch):
 
 
 def wandb_records(run_dir: str) -> list:
-    """What a run without a server wrote: records in the format of LevelDB's log, in blocks of 32 KiB."""
+    """What a run without a server wrote. wandb's own process writes it, the last record after the run has ended."""
+    (path,) = Path(run_dir, "wandb").glob("offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30
+    while not any(record.HasField("exit") for record in (records := read_wandb(path))):
+        assert time.monotonic() < deadline, f"{len(records)} records, none of the end"
+        time.sleep(0.05)
+    return records
+
+
+def read_wandb(path: Path) -> list:
+    """Records in the format of LevelDB's log, in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (path,) = Path(run_dir, "wandb").glob("offline-run-*/run-*.wandb")
     data, at, whole, records = path.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
+    while at + 7 < len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
@@ -113,7 +123,7 @@ def test_wandb_without_a_key(wandb_args, monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     wandb_args.wandb_mode = "online"
-    with pytest.raises(TrackerError, match="(?s)--use-wandb: .*API key.*fix: "):
+    with pytest.raises(TrackerError, match=r"(?s)--use-wandb: .*API key.*fix: "):
         MetricsLogger(wandb_args)
 
 
