@@ -61,7 +61,7 @@ def build_dp_schedule(
         global_batch_size, num_steps: one of the two.
         micro_batch_size: samples per micro-batch; used when `max_tokens` is None.
         max_tokens: strict cap of tokens per micro-batch. A sample longer than that gets its own, with a warning.
-        balance: give micro-batches and ranks nearly equal costs; otherwise bins go to ranks by stride.
+        balance: give ranks nearly equal costs, too; otherwise evenly filled micro-batches go to ranks by stride.
         costs: what to balance, per sample: FLOPs, for example. None: tokens.
         micro_batch_multiple: the count of a rank's micro-batches is a multiple of it (interleaved pipelines).
 
@@ -219,7 +219,8 @@ def _plan_step(
         packed = [limit.pack_evenly(rank, per_rank) for rank in ranks]
         if None not in packed:
             return [_in_order(rank_bins, limit) for rank_bins in packed]
-        # The ranks' samples do not fit so; balance whole bins instead.
+    # Full micro-batches beside a nearly empty one would let all other ranks wait for the full ones.
+    if balance or limit.max_tokens is not None:
         bins = limit.pack_evenly(positions, per_rank * dp_size) or bins
     bins = limit.split_largest(bins, per_rank * dp_size)
     bins = _in_order(bins + [[] for _ in range(per_rank * dp_size - len(bins))], limit)

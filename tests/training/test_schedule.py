@@ -160,6 +160,18 @@ def test_log_normal_lengths_stay_balanced(dp_size, cap, mean, sigma):
     assert np.mean(lockstep) <= 0.03
 
 
+@pytest.mark.parametrize("balance", [True, False])
+def test_one_micro_batch_per_rank_is_half_of_the_samples(balance):
+    """Samples that need two micro-batches do not fill the first to the cap and leave the second half empty."""
+    lengths = np.random.default_rng(0).integers(30, 170, 64).tolist()
+    schedule = build_dp_schedule(
+        lengths, list(range(64)), dp_size=2, global_batch_size=64, max_tokens=4096, balance=balance
+    )
+    tokens = [[sum(lengths[i] for i in mb) for mb in rank] for rank in schedule.steps[0].micro_batches]
+    assert np.shape(tokens) == (2, 1)
+    assert max(tokens)[0] <= 1.01 * sum(lengths) / 2
+
+
 def test_balance_by_flops_evens_out_attention():
     """With lengths at which attention dominates, equal tokens are not equal work."""
     model = ModelFlops(per_token=10, per_token_pair=1)
