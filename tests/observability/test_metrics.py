@@ -68,9 +68,11 @@ def wandb_records(run_dir: str) -> list:
     """What a run without a server wrote. wandb's own process writes it, the last record after the run has ended."""
     (path,) = Path(run_dir, "wandb").glob("offline-run-*/run-*.wandb")
     deadline = time.monotonic() + 30
-    while not any(record.HasField("exit") for record in (records := read_wandb(path))):
+    records = read_wandb(path)
+    while not any(record.HasField("exit") for record in records):
         assert time.monotonic() < deadline, f"{len(records)} records, none of the end"
         time.sleep(0.05)
+        records = read_wandb(path)
     return records
 
 
