@@ -49,9 +49,12 @@ def test_what_is_refused(words, expected, one_error):
 
 def test_remote_teacher(setup, one_error):
     words = ("--use-opd", "--opd-teacher-url", "http://127.0.0.1:30000")
-    args = setup.load(*words, "--rollout-sample-hook-path", "json.loads")
+    args = setup.load(*words, "--rollout-sample-hook-path", "tests.testing.forms.sample_hook_plain")
     assert args.opd_type == "sglang"
-    assert args.rollout_sample_hook_path == ["slime.rollout.teacher.teacher_log_probs", "json.loads"]
+    assert args.rollout_sample_hook_path == [
+        "slime.rollout.teacher.teacher_log_probs",
+        "tests.testing.forms.sample_hook_plain",
+    ]
     assert "gives log-probs of temperature 1" in one_error(*words, "--rollout-temperature", "0.7")
     assert "has no effect without --use-opd" in one_error(*words[1:])
     assert "must start with http://" in one_error("--use-opd", "--opd-teacher-url", "localhost:3000")

@@ -109,7 +109,7 @@ def test_function_paths_take_both_spellings(setup, monkeypatch):
 
 
 def test_repeatable_flag_collects(setup, monkeypatch):
-    setup.write("my_hooks.py", "def a(): ...\ndef b(): ...\n")
+    setup.write("my_hooks.py", "def a(args, sample): ...\ndef b(args, sample): ...\n")
     monkeypatch.syspath_prepend(str(setup.root))
     args = setup.load("--rollout-sample-hook-path", "my_hooks.a", "--rollout-sample-hook-path", "my_hooks:b")
     assert args.rollout_sample_hook_path == ["my_hooks.a", "my_hooks.b"]

@@ -317,7 +317,9 @@ class TestData:
 class TestFunctions:
     def test_module_and_name_must_exist(self, setup, one_error, monkeypatch):
         setup.write("my_pkg/__init__.py", "")
-        setup.write("my_pkg/rewards.py", "import torch\nfrom os.path import join\nX = 1\nasync def score(): ...\n")
+        setup.write(
+            "my_pkg/rewards.py", "import torch\nfrom os.path import join\nX = 1\nasync def score(args, sample): ...\n"
+        )
         setup.write("my_pkg/dynamic.py", "from os.path import *\n")
         monkeypatch.syspath_prepend(str(setup.root))
         for name in ("rewards.score", "rewards.join", "rewards.X", "dynamic.anything"):
@@ -326,6 +328,35 @@ class TestFunctions:
         assert "did you mean my_pkg.rewards?" in one_error("--custom-rm-path", "my_pkg.reward.score")
         assert "PYTHONPATH" in one_error("--custom-rm-path", "nowhere_at_all.score")
         assert "defines no nothing" in one_error("--rollout-sample-hook-path", "my_pkg.rewards.nothing")
+
+    @pytest.mark.parametrize(
+        ("flag", "source", "rule"),
+        [
+            ("custom-rm-path", "def f(:", "my_hook.py:1 is not valid Python"),
+            ("custom-rm-path", "\ndef f(args): ...", "my_hook.py:2 takes (args), but is called with (args, sample)"),
+            ("custom-rm-path", "def f(args, sample, label): ...", "takes (args, sample, label)"),
+            ("custom-generate-function-path", "def f(args, s, p, *, key): ...", "(args, s, p, *, key)"),
+            (
+                "buffer-filter-path",
+                "def f(args, buffer, n): ...",
+                "called with (args, rollout_id, buffer, num_samples)",
+            ),
+            ("data-source-path", "class f:\n def __init__(self): ...", "my_hook.py:2 takes (), but"),
+            ("custom-rm-path", "async def f(a, b=1, *rest): ...", None),
+            ("custom-rm-path", "def f(*args, **kwargs): ...", None),
+            ("custom-generate-function-path", "def f(a, s, p, evaluation): ...", None),
+            ("custom-rm-path", "@wrapped\ndef f(): ...", None),
+            ("custom-rm-path", "if 1:\n def f(a, b): ...\nelse:\n def f(): ...", None),
+            ("data-source-path", "class f(dict): ...", None),
+        ],
+    )
+    def test_source_and_parameters(self, setup, one_error, monkeypatch, flag, source, rule):
+        setup.write("my_hook.py", source)
+        monkeypatch.syspath_prepend(str(setup.root))
+        if rule is None:
+            assert setup.load(f"--{flag}", "my_hook.f")
+        else:
+            assert rule in one_error(f"--{flag}", "my_hook.f")
 
 
 class TestCheckpoints:
@@ -492,7 +523,7 @@ def test_a_function_in_nested_folders_without_init(tmp_path, monkeypatch):
     from slime.arguments.problems import Problems
 
     (tmp_path / "spaces" / "inner").mkdir(parents=True)
-    (tmp_path / "spaces" / "inner" / "leaf.py").write_text("def reward(): ...\n")
+    (tmp_path / "spaces" / "inner" / "leaf.py").write_text("def reward(args, sample): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     problems = Problems()
     functions.check_path("--custom-rm-path", "spaces.inner.leaf.reward", problems)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from slime.testing.contracts import CONTRACTS
+from slime.testing.contracts import BUILT_IN, CONTRACTS
 from slime.testing.kit import kit
 from slime.testing.plugin import flag_of, hook_of, parse
 
@@ -94,6 +94,17 @@ def test_every_hook_has_a_contract():
 @pytest.mark.parametrize(("hook", "form"), [(hook, form) for hook, forms in GOOD.items() for form in forms.split()])
 def test_historical_forms(parts, hook, form):
     CONTRACTS[hook](parts, FORMS + form)
+
+
+def test_a_run_accepts_the_parameters_of_every_form():
+    from slime.arguments.problems import Problems
+    from slime.arguments.validation.functions import check_path
+    from slime.arguments.validation.signatures import CALLS
+
+    problems = Problems()
+    for hook, path in [(h, FORMS + form) for h, forms in GOOD.items() for form in forms.split()] + BUILT_IN:
+        check_path(flag_of(hook), path, problems)
+    assert problems == [] and CALLS.keys() == CONTRACTS.keys()
 
 
 @pytest.mark.parametrize(("hook", "form", "message"), BAD)

@@ -12,6 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from slime.arguments.families import FLAGS
 from slime.arguments.flag import function_path
 from slime.arguments.problems import Problems, closest
+from slime.arguments.validation.signatures import call_of, definition_of, fits, written
 
 
 def check(args: Namespace, problems: Problems) -> None:
@@ -26,18 +27,35 @@ def check(args: Namespace, problems: Problems) -> None:
 
 
 def check_path(flag: str, path: str, problems: Problems) -> None:
-    """Add a problem when `pkg.mod.name` has no such module, or the module's source defines no such name."""
+    """Add a problem when `pkg.mod.name` has no such module, or the module's source is broken, defines no such name, or
+    gives it parameters that a run does not call it with."""
     module, _, name = path.rpartition(".")
     spec, rule, fix = _find_module(module)
     if spec is None:
         problems.add(flag, path, rule, fix)
         return
-    names = _names_in(spec)
+    try:
+        tree = _source_of(spec)
+    except SyntaxError as error:
+        problems.add(flag, path, f"{spec.origin}:{error.lineno} is not valid Python ({error.msg})")
+        return
+    names = None if tree is None else _names_in(tree)
     if names is not None and name not in names:
         close = closest(name, names)
         problems.add(
             flag, path, f"{spec.origin} defines no {name}", f"did you mean {module}.{close}?" if close else ""
         )
+    elif tree is not None:
+        _check_signature(flag, path, tree, spec.origin, problems)
+
+
+def _check_signature(flag: str, path: str, tree: ast.Module, file: str, problems: Problems) -> None:
+    call, definition = call_of(flag), definition_of(tree, path.rpartition(".")[2])
+    if call is None or definition is None or fits(call, *definition):
+        return
+    function, bound = definition
+    rule = f"{file}:{function.lineno} takes {written(function, bound)}, but is called with {call}"
+    problems.add(flag, path, rule, "give it these parameters; docs/rollout.md has the form of every hook")
 
 
 def _find_module(module: str) -> tuple[ModuleSpec | None, str, str]:
@@ -70,16 +88,24 @@ def _find_in(package: str, part: str, locations: list[str]) -> ModuleSpec | None
         return spec
 
 
-def _names_in(spec: ModuleSpec) -> set[str] | None:
-    """Top-level names of a module's source; None when they cannot be told without running it."""
+def _source_of(spec: ModuleSpec) -> ast.Module | None:
+    """A module's syntax tree; None for what is no Python file.
+
+    Raises:
+        SyntaxError: the file is not valid Python.
+    """
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
     with open(spec.origin, "rb") as file:
         source = file.read()
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return None
+        return ast.parse(source)
+    except ValueError as error:  # a null byte
+        raise SyntaxError(str(error)) from None
+
+
+def _names_in(tree: ast.Module) -> set[str] | None:
+    """Top-level names of a module; None when they cannot be told without running it."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
