@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from slime.utils.misc import flatten, function_name
+from slime.utils.misc import failure, flatten, function_name
 from slime.utils.types import Sample
 
 
@@ -54,4 +54,4 @@ def blame(flag: str, function: Callable | str, samples: Sample | list | None = N
     except Exception as error:
         name = function if isinstance(function, str) else function_name(function)
         about = "" if samples is None else f" for {describe(samples)}"
-        raise HookFailure(f"{flag} {name} failed{about}: {type(error).__name__}: {error}") from error
+        raise HookFailure(f"{flag} {name} failed{about}: {failure(error)}") from error

@@ -9,9 +9,18 @@ import functools
 import importlib
 import inspect
 import os
+import sysconfig
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+_NOT_USERS = (
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    "<",
+)
+"""Where the files of Python, of packages and of slime are."""
 
 
 class HookError(ValueError):
@@ -31,7 +40,7 @@ def load_function(path: str | Callable, flag: str | None = None) -> Callable:
     """The object that an import path names. `pkg.mod.name` and `pkg.mod:name` both work; a callable is returned as is.
 
     Raises:
-        HookError: the path is malformed, the module does not import or has no such name.
+        HookError: the path is malformed, the module does not import or has no such name, or it names no function.
     """
     if callable(path):
         return path
@@ -39,13 +48,29 @@ def load_function(path: str | Callable, flag: str | None = None) -> Callable:
     if not isinstance(path, str) or not path.replace(":", ".").strip(".") or "." not in path.replace(":", "."):
         raise HookError(f"{where} is not an import path; write pkg.module.name or pkg.module:name")
     try:
-        return _resolve(path)
+        function = _resolve(path)
     except ModuleNotFoundError as error:
-        raise HookError(f"{where}: there is no module {error.name!r} (is its folder on PYTHONPATH?)") from error
+        what = f"there is no module {error.name!r} (is its folder on PYTHONPATH?){_raised_at(error)}"
+        raise HookError(f"{where}: {what}") from error
     except AttributeError as error:
-        raise HookError(f"{where}: {error}") from error
-    except ImportError as error:
-        raise HookError(f"{where}: the import failed: {error}") from error
+        raise HookError(f"{where}: {error}{_raised_at(error)}") from error
+    except Exception as error:
+        raise HookError(f"{where}: the import failed: {failure(error)}") from error
+    if not callable(function):
+        raise HookError(f"{where} is {function!r:.100}, not a function")
+    return function
+
+
+def failure(error: BaseException) -> str:
+    """`KeyError: 'x' (/home/me/rewards.py:12)`: an exception of user code and the line of theirs that met it."""
+    return f"{type(error).__name__}: {error}{_raised_at(error)}"
+
+
+def _raised_at(error: BaseException) -> str:
+    """` (file:line)` of the innermost frame that is neither slime's nor a library's; empty without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def load_hook(path: str, flag: str) -> Callable:
@@ -57,7 +82,7 @@ def load_hook(path: str, flag: str) -> Callable:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            raise HookError(f"{flag} {path} failed: {type(error).__name__}: {error}") from error
+            raise HookError(f"{flag} {path} failed: {failure(error)}") from error
 
     return hook
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.rollout.errors import RewardError, RolloutError
-from slime.utils.misc import accepted
+from slime.utils.misc import accepted, failure
 from slime.utils.types import Sample
 
 GRACE = 3.0
@@ -46,7 +46,7 @@ async def call_reward_function(
     except RolloutError:
         raise
     except Exception as error:
-        raise RewardError.about(samples, path, f"raised {type(error).__name__}: {error}") from error
+        raise RewardError.about(samples, path, f"raised {failure(error)}") from error
     finally:
         task.cancel()
         _calls.pop(call_id, None)
