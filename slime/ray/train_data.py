@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.errors import HookFailure, blame
+from slime.rollout.rm_hub import is_finite
 from slime.training.flops import ModelFlops
 from slime.training.rewards import normalize_rewards
 from slime.training.schedule import DPSchedule, build_dp_schedule
-from slime.utils.misc import load_function
+from slime.utils.misc import function_name, load_function
 from slime.utils.types import Sample
 
 
@@ -76,10 +77,10 @@ def raw_rewards(args: Namespace, samples: Sequence[Sample]) -> list[float]:
         value = None if sample.reward is None else sample.get_reward_value(args)
         if value is None and not needed:
             value = 0.0
-        if not isinstance(value, (int, float, np.number)):
+        if not is_finite(value):
             raise ValueError(
                 f"sample {sample.index} (group {sample.group_index}, status {sample.status.value}) has the reward "
-                f"{sample.reward!r}: a number is needed, or a dict with --reward-key"
+                f"{sample.reward!r}: a finite number is needed, or a dict with --reward-key"
             )
         values.append(float(value))
     return values
@@ -94,12 +95,22 @@ def samples_to_batch(args: Namespace, samples: list[Sample]) -> dict[str, list[A
         )
         with blame("--custom-convert-samples-to-train-data-path", convert):
             batch = convert(args, samples)
+        if not isinstance(batch, dict):
+            raise HookFailure(
+                f"--custom-convert-samples-to-train-data-path {function_name(convert)} returned {batch!r:.200}, not a "
+                "dict of lists"
+            )
         return _complete(batch, samples)
     ids = trajectory_ids(samples)
     if args.custom_reward_post_process_path:
         process = load_function(args.custom_reward_post_process_path, "--custom-reward-post-process-path")
         with blame("--custom-reward-post-process-path", process):
-            raw, rewards = process(args, samples)
+            raw, rewards = (list(map(float, values)) for values in process(args, samples))
+        if not all(map(is_finite, (*raw, *rewards))):
+            raise HookFailure(
+                f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned what is not "
+                f"finite: raw {raw!r:.200}, processed {rewards!r:.200}"
+            )
         if not len(raw) == len(rewards) == len(samples):
             raise HookFailure(
                 f"--custom-reward-post-process-path {args.custom_reward_post_process_path} returned {len(raw)} raw "

@@ -9,7 +9,7 @@ from typing import Any
 from slime.rollout.errors import RolloutError
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm_group
-from slime.rollout.rm_hub import BUILTIN
+from slime.rollout.rm_hub import BUILTIN, is_finite
 from slime.utils.data import Dataset
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.misc import flatten
@@ -111,13 +111,17 @@ def _fit_context(state: GenerateState, config: EvalDatasetConfig, group: list[Sa
     params["max_new_tokens"] = min(params["max_new_tokens"], room)
 
 
-def _reward_value(sample: Sample, config: EvalDatasetConfig) -> Any:
+def _reward_value(sample: Sample, config: EvalDatasetConfig) -> float:
     key, reward = config.reward_key, sample.reward
-    if not isinstance(reward, dict):
-        return reward
-    if key not in reward:
-        problem = f"reward key {key!r} is not" if key else "no reward key is given, which there must be with what is"
+    if isinstance(reward, dict):
+        if key not in reward:
+            what = f"reward key {key!r} is not" if key else "no reward key is given, which there must be with what is"
+            raise RolloutError(
+                f"evaluation {config.name}: {what} in the reward of sample {sample.index}: {sorted(reward)}"
+            )
+        reward = reward[key]
+    if not is_finite(reward):
         raise RolloutError(
-            f"evaluation {config.name}: {problem} in the reward of sample {sample.index}: {sorted(reward)}"
+            f"evaluation {config.name}: the reward of sample {sample.index} is {reward!r:.200}, not a finite number"
         )
-    return reward[key]
+    return reward

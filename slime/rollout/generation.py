@@ -15,7 +15,7 @@ import numpy as np
 
 from slime.rollout.errors import HookFailure, RolloutError, blame, describe
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.rm_hub import async_rm, batched_async_rm, check_reward
 from slime.utils.http_utils import HttpError, get, post, request
 from slime.utils.misc import accepted, flatten, function_name, load_function, parameters
 from slime.utils.multimodal import request_fields
@@ -182,6 +182,8 @@ async def _call_generate(args, sample: Sample, sampling_params: dict[str, Any], 
         result = pieces
     for piece in pieces:
         _check_lengths(piece, f"{flag} {function_name(function)}")
+        if piece.reward is not None:
+            piece.reward = check_reward(args, piece.reward, piece, f"{path} ({flag})")
     return result
 
 

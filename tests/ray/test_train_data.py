@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trajectory_ids, trim
+from slime.rollout.errors import HookFailure
 from slime.utils.types import Sample
 
 pytestmark = pytest.mark.unit
@@ -119,7 +120,7 @@ def test_log_probs_that_some_samples_lack_are_left_out():
     assert "rollout_log_probs" not in samples_to_batch(make_args(), samples)
 
 
-@pytest.mark.parametrize("reward", [None, "text", {"score": 1.0}])
+@pytest.mark.parametrize("reward", [None, "text", {"score": 1.0}, float("nan"), float("-inf")])
 def test_a_reward_that_is_no_number_names_the_sample(reward):
     with pytest.raises(ValueError, match="sample 3 "):
         samples_to_batch(make_args(), [make_sample(3, reward=reward)])
@@ -157,6 +158,18 @@ def convert(args, samples):
     return {"tokens": [s.tokens for s in samples], "response_lengths": [s.response_length for s in samples]}
 
 
+def nothing(args, samples):
+    return None
+
+
+def post_process_nan(args, samples):
+    return [1.0, 2.0], [1.0, float("nan")]
+
+
+def post_process_broken(args, samples):
+    return sum(samples)
+
+
 def convert_wrongly(args, samples):
     return {"tokens": []}
 
@@ -170,3 +183,9 @@ def test_hooks():
     assert batch["total_lengths"] == [5, 5] and batch["loss_masks"] == [[1, 1, 1]] * 2
     with pytest.raises(ValueError, match="response_lengths"):
         samples_to_batch(make_args(custom_convert_samples_to_train_data_path=f"{here}.convert_wrongly"), samples)
+    with pytest.raises(HookFailure, match=r"--custom-convert-samples.* returned None, not a dict"):
+        samples_to_batch(make_args(custom_convert_samples_to_train_data_path=f"{here}.nothing"), samples)
+    with pytest.raises(HookFailure, match=r"--custom-reward-post-process-path .* not finite: raw .*processed .*nan"):
+        samples_to_batch(make_args(custom_reward_post_process_path=f"{here}.post_process_nan"), samples)
+    with pytest.raises(HookFailure, match=r"--custom-reward-post-process-path .*TypeError.*train_data.py:\d+\)"):
+        samples_to_batch(make_args(custom_reward_post_process_path=f"{here}.post_process_broken"), samples)

@@ -1,5 +1,8 @@
 """Reward types other than math grading, and the dispatch to them."""
 
+import json
+
+import numpy as np
 import pytest
 
 from slime.rollout.errors import RewardError
@@ -111,6 +114,34 @@ async def test_custom_functions_in_every_form():
     with pytest.raises(RewardError, match=r"returned .1\.0., not a list of 2 rewards"):
         await batched_async_rm(make_args(custom_rm_path=HOOKS + "reward_group_short", group_rm=True), pair)
     assert hooks.CALLS
+
+
+@pytest.mark.parametrize(
+    ("reward", "key", "message"),
+    [
+        ("good", None, "returned 'good', not a number or a dict"),
+        (float("nan"), None, "returned nan, not a finite number"),
+        (np.float32("inf"), None, "returned inf, not a finite number"),
+        (np.ones(2), None, "not one number"),
+        ({"score": "high"}, "score", "not a finite number, under --reward-key score"),
+        ({"score": float("nan"), "pred": "x"}, "score", "not a finite number, under --reward-key score"),
+    ],
+)
+async def test_what_cannot_be_trained_on_is_refused(reward, key, message):
+    async def judge(args, sample):
+        return reward
+
+    args = make_args(custom_rm_path=judge, reward_key=key)
+    with pytest.raises(RewardError, match=message + r".*sample 3 of group 1"):
+        await async_rm(args, sample_of("x"))
+
+
+async def test_an_error_names_the_line_of_the_users_code():
+    async def judge(args, sample):
+        return json.loads("{")
+
+    with pytest.raises(RewardError, match=r"raised JSONDecodeError: .*tests/rollout/test_rewards.py:\d+\) \(sample 3"):
+        await async_rm(make_args(custom_rm_path=judge), sample_of("x"))
 
 
 def test_reward_errors_survive_pickling():

@@ -7,8 +7,10 @@ grade that ran out of time counts as 0, and then `sample.metadata["grade_error"]
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 from slime.rollout.errors import RewardError
@@ -39,7 +41,7 @@ async def async_rm(args, sample: Sample, **kwargs: Any) -> float | dict[str, Any
         if _group_flag_concerns(args, path) or takes_group(function):
             return (await _call_group(args, function, f"{path} ({flag})", [sample], kwargs))[0]
         name = f"{path} ({flag})"
-        return _checked(await call_reward_function(args, function, name, sample, kwargs), sample, name)
+        return check_reward(args, await call_reward_function(args, function, name, sample, kwargs), sample, name)
     return await _builtin(args, sample)
 
 
@@ -84,15 +86,32 @@ async def _call_group(args, function: Callable, path: str, samples: list[Sample]
     rewards = await call_reward_function(args, function, path, samples, kwargs)
     if not isinstance(rewards, (list, tuple)) or len(rewards) != len(samples):
         raise RewardError.about(samples, path, f"returned {rewards!r:.200}, not a list of {len(samples)} rewards")
-    return [_checked(reward, sample, path) for reward, sample in zip(rewards, samples, strict=True)]
+    return [check_reward(args, reward, sample, path) for reward, sample in zip(rewards, samples, strict=True)]
 
 
-def _checked(reward: Any, sample: Sample, path: str) -> float | dict[str, Any]:
+def check_reward(args, reward: Any, sample: Sample, path: str) -> float | dict[str, Any]:
+    """The reward as plain Python, when it can be trained on: infinity and NaN would end up in the weights.
+
+    Raises:
+        RewardError: it is no finite number and no dict with one under `--reward-key`.
+    """
     if hasattr(reward, "item"):
-        reward = reward.item()
-    if not isinstance(reward, (int, float, dict)) or reward != reward:
+        try:
+            reward = reward.item()
+        except (ValueError, RuntimeError):  # more than one value
+            raise RewardError.about(sample, path, f"returned {reward!r:.200}, not one number") from None
+    if not isinstance(reward, (int, float, dict)):
         raise RewardError.about(sample, path, f"returned {reward!r:.200}, not a number or a dict")
+    value = reward.get(args.reward_key, 0.0) if isinstance(reward, dict) else reward
+    if not is_finite(value):
+        key = f", under --reward-key {args.reward_key}" if isinstance(reward, dict) else ""
+        raise RewardError.about(sample, path, f"returned {reward!r:.200}, not a finite number{key}")
     return reward
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, of Python or numpy, and neither infinite nor NaN."""
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 async def _builtin(args, sample: Sample) -> float | dict[str, Any]:
@@ -145,7 +164,7 @@ async def _random(args, sample: Sample, response: str) -> float:
 
 
 async def _remote(args, sample: Sample, response: str) -> Any:
-    return _checked(await remote_rm(args, sample, response), sample, f"remote_rm {args.rm_url}")
+    return check_reward(args, await remote_rm(args, sample, response), sample, f"remote_rm {args.rm_url}")
 
 
 def _label(sample: Sample, kind: str) -> str:
