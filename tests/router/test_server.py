@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -298,6 +299,47 @@ async def test_middleware_by_import_path():
     for path, message in (("nowhere.Middleware", "nowhere"), ("builtins.dict", "dispatch"), ("builtins.len", "len")):
         with pytest.raises(HookError, match=message):
             Router(middleware_paths=[path]).app()
+
+
+class Raises(Shout):
+    async def dispatch(self, request, call_next):
+        raise KeyError("no such thing")
+
+
+class AnswersNothing(Shout):
+    async def dispatch(self, request, call_next):
+        return None
+
+
+class CannotBeBuilt:
+    def __init__(self, app, *, router):
+        raise OSError("no dictionary")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Raises", r"failed: KeyError: 'no such thing' \(.*test_server.py:\d+\)"),
+        ("AnswersNothing", "failed: TypeError: it returned None, not a response"),
+    ],
+)
+async def test_a_broken_middleware_is_named_in_the_answer(name, message):
+    path = f"tests.router.test_server.{name}"
+    engine = ScriptedEngine()
+    async with routed(engine.app(), middleware_paths=[path]) as (_, base, session):
+        for request in (session.post(f"{base}/generate", json=PAYLOAD), session.post(f"{base}/workers", json={})):
+            status, reply = await json_of(request)
+            assert status == 500 and reply["error"]["code"] == "middleware_failed"
+            assert re.match(f"--slime-router-middleware-paths {path} {message}", reply["error"]["message"])
+        assert (await json_of(session.get(f"{base}/health")))[0] == 200 and not engine.requests
+
+
+async def test_a_middleware_that_cannot_be_built_is_named():
+    path = "tests.router.test_server.CannotBeBuilt"
+    with pytest.raises(
+        HookError, match=rf"--slime-router-middleware-paths {path}: OSError: no dictionary \(.*py:\d+\)"
+    ):
+        Router(middleware_paths=[path]).app()
 
 
 async def test_slow_worker_is_504():

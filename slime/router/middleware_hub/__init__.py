@@ -15,17 +15,21 @@ as a subclass of Starlette's `BaseHTTPMiddleware`, whose `dispatch` then gets St
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from slime.router.middleware_hub.asgi import exchange, inner_app, is_asgi
-from slime.router.proxy import BODY
-from slime.utils.misc import HookError, load_function
+from slime.router.proxy import BODY, error_response
+from slime.utils.misc import HookError, failure, load_function
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 FLAG = "--slime-router-middleware-paths"
+HEALTH = "/health"
+
+logger = logging.getLogger(__name__)
 
 
 def load_middleware(path: str, app: web.Application, router: Any) -> Callable:
@@ -38,14 +42,38 @@ def load_middleware(path: str, app: web.Application, router: Any) -> Callable:
     asgi = is_asgi(factory)
     try:
         instance = factory(inner_app if asgi else app, router=router)
-    except TypeError as error:
-        raise HookError(f"{FLAG} {path}: {error}; it is built as Class(app, router=router)") from error
+    except Exception as error:
+        raise HookError(f"{FLAG} {path}: {failure(error)}; it is built as Class(app, router=router)") from error
     if not callable(instance if asgi else getattr(instance, "dispatch", None)):
         raise HookError(f"{FLAG} {path} has no method dispatch(request, call_next), and no ASGI __call__")
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await (exchange(instance, request, handler) if asgi else instance.dispatch(request, handler))
+        if request.path == HEALTH:  # whether the router is up is not the middleware's to say
+            return await handler(request)
+        of_the_rest: list[Exception] = []
+
+        async def call_next(inner: web.Request) -> web.StreamResponse:
+            try:
+                return await handler(inner)
+            except Exception as error:
+                of_the_rest.append(error)
+                raise
+
+        try:
+            response = await (
+                exchange(instance, request, call_next) if asgi else instance.dispatch(request, call_next)
+            )
+            if not isinstance(response, web.StreamResponse):
+                raise TypeError(f"it returned {response!r:.100}, not a response")
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            if any(error is known for known in of_the_rest):
+                raise
+            logger.exception("%s %s", FLAG, path)
+            return error_response(500, f"{FLAG} {path} failed: {failure(error)}", code="middleware_failed")
+        return response
 
     return middleware
 
