@@ -28,6 +28,7 @@ from slime.ray.placement_group import PlacementSlice
 from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trim
 from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.data_source import open_data_source
 from slime.rollout.errors import blame
 from slime.rollout.generate_state import GenerateState
 from slime.training.rollout_data import partition_rollout_data
@@ -84,7 +85,7 @@ class RolloutManager:
         args = self.args
         # Here and not in the constructor, whose errors reach the driver as a dead actor.
         if args.load_debug_rollout_data is None:
-            self.data_source = load_function(args.data_source_path, "--data-source-path")(args)
+            self.data_source = open_data_source(args)
         self.rollout_fn = load_function(args.rollout_function_path, "--rollout-function-path")
         self.eval_fn = load_function(args.eval_function_path or args.rollout_function_path, "--eval-function-path")
         if args.dump_details is not None and args.hf_checkpoint is not None:
@@ -164,7 +165,11 @@ class RolloutManager:
 
     def get_num_rollout_per_epoch(self) -> int | None:
         """Rollouts in one pass over the prompts; None without a dataset of known size."""
-        if self.data_source is None or not self.args.rollout_global_dataset:
+        if (
+            self.data_source is None
+            or not self.args.rollout_global_dataset
+            or not hasattr(self.data_source, "__len__")
+        ):
             return None
         return len(self.data_source) // self.args.rollout_batch_size
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from slime.rollout.errors import blame
+from slime.rollout.errors import HookFailure, blame
 from slime.utils import state_file
 from slime.utils.data import Dataset
 from slime.utils.misc import flatten, load_function
@@ -22,6 +22,28 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+
+
+METHODS = ("get_samples", "add_samples", "save", "load")
+
+
+def open_data_source(args) -> Any:
+    """An instance of `--data-source-path`.
+
+    Raises:
+        DataError: slime's own cannot read the prompt data.
+        HookFailure: a user's class cannot be built, or lacks a method; the message names the flag.
+    """
+    factory = load_function(args.data_source_path, "--data-source-path")
+    who = f"--data-source-path {args.data_source_path}"
+    with contextlib.nullcontext() if factory.__module__ == __name__ else blame("--data-source-path", factory):
+        source = factory(args)
+    missing = [name for name in METHODS if not callable(getattr(source, name, None))]
+    if missing:
+        raise HookFailure(f"{who} has no method {', '.join(missing)}")
+    if args.num_rollout is None and not hasattr(source, "__len__"):
+        raise HookFailure(f"{who} has no __len__, which --num-epoch needs; write it, or use --num-rollout")
+    return source
 
 
 class RolloutDataSource:

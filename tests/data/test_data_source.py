@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, open_data_source
+from slime.rollout.errors import HookFailure
 from slime.utils import state_file
 from slime.utils.misc import flatten
 from slime.utils.types import Sample
@@ -171,3 +172,44 @@ def test_a_failed_write_leaves_the_old_state(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         state_file.save(path, 2)
     assert state_file.load(path) == 1 and os.listdir(tmp_path) == ["s.pt"]
+
+
+class CannotBeBuilt:
+    def __init__(self, args):
+        raise OSError("the service is down")
+
+
+class OldForm:
+    """As data sources were before `__len__` was asked of them."""
+
+    def __init__(self, args):
+        self.args = args
+
+    def get_samples(self, num_samples):
+        return [[Sample()]] * num_samples
+
+    def add_samples(self, samples): ...
+
+    def save(self, rollout_id): ...
+
+    def load(self, rollout_id=None): ...
+
+
+class Forgot(OldForm):
+    save = None
+
+
+@pytest.mark.unit
+def test_a_users_class_is_named_when_it_does_not_fit():
+    args = make_args()
+    here = "tests.data.test_data_source."
+    for num_rollout, name, message in (
+        (1, "CannotBeBuilt", r"failed: OSError: the service is down \(.*test_data_source.py:\d+\)"),
+        (1, "Forgot", "has no method save"),
+        (None, "OldForm", "has no __len__, which --num-epoch needs"),
+    ):
+        args.num_rollout, args.data_source_path = num_rollout, here + name
+        with pytest.raises(HookFailure, match=f"--data-source-path {here}{name} {message}"):
+            open_data_source(args)
+    args.num_rollout = 1
+    assert len(open_data_source(args).get_samples(2)) == 2
