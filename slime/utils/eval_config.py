@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from argparse import Namespace
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,6 +10,7 @@ from slime.arguments.families.data import media_columns
 from slime.arguments.families.reward import reward_type
 from slime.arguments.flag import function_path, integer, json_object, number, text, to_bool
 from slime.arguments.problems import ConfigError, Problem, Problems, closest
+from slime.arguments.yaml_files import load_yaml
 
 
 @dataclass
@@ -51,6 +51,13 @@ class EvalDatasetConfig:
     """Set in the metadata of every sample."""
 
 
+def _name(raw: Any) -> str:
+    name = text(raw).strip()
+    if not name:
+        raise ValueError("must not be empty: metrics are logged as eval/{name}")
+    return name
+
+
 def _texts(raw: Any) -> list[str]:
     return [text(item) for item in (raw if isinstance(raw, list) else [raw])]
 
@@ -60,7 +67,8 @@ def _integers(raw: Any) -> list[int]:
 
 
 _CONVERTERS = {
-    **dict.fromkeys(("name", "path", "input_key", "label_key", "tool_key", "metadata_key"), text),
+    "name": _name,
+    **dict.fromkeys(("path", "input_key", "label_key", "tool_key", "metadata_key"), text),
     "reward_key": text,
     "rm_type": reward_type,
     "multimodal_keys": media_columns,
@@ -148,10 +156,10 @@ def _read_entries(path: str, problems: Problems) -> list[dict[str, Any]]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            config = yaml.load(file, _loader())
+            config = load_yaml(file)
     except OSError as error:
         raise ConfigError([Problem("--eval-config", f"cannot be read ({error.strerror})", value=path)]) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         rule = f"is not valid YAML ({' '.join(str(error).split())})"
         raise ConfigError([Problem("--eval-config", rule, value=path)]) from None
     if isinstance(config, dict) and isinstance(config.get("eval"), dict):
@@ -163,24 +171,6 @@ def _read_entries(path: str, problems: Problems) -> list[dict[str, Any]]:
         _unknown(f"{path}: {key}", key, ("defaults", "datasets"), problems)
     defaults = _convert(config.get("defaults") or {}, f"{path}: defaults", problems)
     return [defaults | entry for entry in _datasets(config["datasets"], path, problems)]
-
-
-@functools.cache
-def _loader() -> type:
-    """YAML without objects, in which a key that is given twice is an error instead of the last one winning."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node, deep=False):
-            seen: set[Any] = set()
-            for key_node, _ in node.value:
-                key = self.construct_object(key_node, deep=True)
-                if isinstance(key, str) and key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
-                seen.add(key if isinstance(key, str) else id(key_node))
-            return super().construct_mapping(node, deep)
-
-    return Loader
 
 
 def _datasets(raw: Any, path: str, problems: Problems) -> list[dict[str, Any]]:

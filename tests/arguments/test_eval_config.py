@@ -122,6 +122,7 @@ class TestYaml:
             ("datasets: [{name: a, path: P, top_p: 1, top_p: 0.5}]", "top_p is given twice"),
             ("datasets: [{name: a, path: P, top_p: 2}]", "top_p 2: must be above 0 and at most 1"),
             ("datasets: [{name: a, path: P, max_response_len: 600}]", "(evaluation a) 600: leaves no room"),
+            ("datasets: [{name: ' ', path: P}]", "must not be empty: metrics are logged as eval/{name}"),
             ("datasets: [a]", "must be a mapping"),
             ("datasets: 3", "must be a list"),
             ("other: 3", "must hold `datasets`"),
