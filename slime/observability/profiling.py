@@ -1,4 +1,4 @@
-"""What a trainer's phases cost: exact times on a GPU, MFU, torch profiles, memory histories."""
+"""What a trainer's phases cost: exact times on a GPU, MFU, torch profiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ PEAK_TFLOPS = {
     "4090": 165.0,
 }
 """Dense bf16 with fp32 accumulation, from the data sheets, by a part of the device's name."""
-HISTORY_ENTRIES = 200_000
 
 
 class PhaseTimer(Timer):
@@ -68,38 +67,6 @@ class PhaseTimer(Timer):
         path = self._directory / f"{target}-rollout-{self.rollout_id}.trace.json.gz"
         profile.export_chrome_trace(str(path))
         logger.info("wrote %s", path)
-
-
-class MemoryHistory:
-    """`--record-memory-history`: every allocation on the GPU, written after some rollouts or when memory ends."""
-
-    def __init__(self, args: Namespace, rank: int) -> None:
-        self.enabled = args.record_memory_history
-        self.rank = rank
-        self._directory = Path(args.memory_snapshot_dir)
-        self._left = args.memory_snapshot_num_steps
-        if self.enabled:
-            torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-
-    @contextmanager
-    def watch(self, rollout_id: int) -> Iterator[None]:
-        """Around the training of a rollout."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            if self.enabled:
-                self._write(f"out-of-memory-rollout-{rollout_id}")
-            raise
-        if self.enabled and self._left is not None:
-            self._left -= 1
-            if self._left == 0:
-                self._write(f"rollout-{rollout_id}")
-
-    def _write(self, name: str) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"memory-{name}-rank-{self.rank}.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))
-        logger.info("wrote %s: open it at https://pytorch.org/memory_viz", path)
 
 
 def peak_tflops(args: Namespace) -> float | None:

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from slime.observability.profiling import MemoryHistory, PhaseTimer, utilization
+from slime.observability.profiling import PhaseTimer, utilization
 
 pytestmark = pytest.mark.unit
 
@@ -18,9 +18,6 @@ def arguments(tmp_path, **changes):
         profile_target=["train_actor"],
         profile_step_start=1,
         profile_step_end=2,
-        record_memory_history=False,
-        memory_snapshot_dir=str(tmp_path),
-        memory_snapshot_num_steps=None,
     )
     return Namespace(**{**defaults, **changes})
 
@@ -54,18 +51,3 @@ def test_utilization_is_a_share_of_the_peak():
     metrics = {"perf/log_probs_tflops": 5.0, "perf/actor_train_tflops": 20.0, "perf/train_time": 9.0}
     assert utilization(metrics, 100.0) == {"perf/log_probs_mfu": 0.05, "perf/actor_train_mfu": 0.2}
     assert utilization(metrics, None) == {}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_memory_snapshots(tmp_path):
-    history = MemoryHistory(
-        arguments(tmp_path, device="cuda", record_memory_history=True, memory_snapshot_num_steps=2), rank=3
-    )
-    for rollout_id in range(3):
-        with history.watch(rollout_id):
-            torch.zeros(1000, device="cuda")
-    with pytest.raises(torch.OutOfMemoryError), history.watch(3):
-        torch.zeros(1 << 50, device="cuda", dtype=torch.uint8)
-    torch.cuda.memory._record_memory_history(enabled=None)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"memory-rollout-1-rank-3.pickle", "memory-out-of-memory-rollout-3-rank-3.pickle"}

@@ -45,7 +45,7 @@ FAMILY = Family(
         Flag(
             "--record-memory-history",
             action=STORE_TRUE,
-            help="Record the trainers' GPU allocations; a snapshot is written when memory runs out.",
+            help="Record the trainers' allocations; a snapshot is written when memory runs out.",
         ),
         Flag("--memory-snapshot-dir", text, ".", "Directory of memory snapshots."),
         Flag("--memory-snapshot-num-steps", integer, help="Also write a snapshot after so many rollouts."),
@@ -53,9 +53,8 @@ FAMILY = Family(
             "--memory-recorder",
             text,
             "torch",
-            "What records memory.",
+            "What records: torch the GPU's memory in snapshots, memray the host's until the last snapshot or the end.",
             choices=("torch", "memray"),
-            pending_choices={"memray": "allocations of host memory are not recorded yet; torch records the GPU's"},
         ),
     ),
 )

@@ -19,8 +19,13 @@ def _check_profiling(args: Namespace, problems: Problems) -> None:
     if "train_overall" in args.profile_target and len(args.profile_target) > 1:
         rule = "train_overall contains the others, and profiles cannot be nested"
         problems.add("--profile-target", " ".join(args.profile_target), rule, "give it alone, or leave it out")
-    if args.record_memory_history and args.device == "cpu":
-        problems.add("--record-memory-history", None, "records the memory of a GPU", "leave it out with --device cpu")
+    if args.record_memory_history and args.memory_recorder == "torch" and args.device == "cpu":
+        rule = "records the memory of a GPU"
+        problems.add("--record-memory-history", None, rule, "add --memory-recorder memray, which records the host's")
+    if args.memory_recorder == "memray" and not args.record_memory_history:
+        problems.add("--memory-recorder", "memray", "has no effect without --record-memory-history", "add it")
+    elif args.memory_recorder == "memray" and importlib.util.find_spec("memray") is None:
+        problems.add("--memory-recorder", "memray", "memray is not installed", "pip install 'slime[memray]'")
     if args.memory_snapshot_num_steps is not None and not args.record_memory_history:
         problems.add(
             "--memory-snapshot-num-steps",

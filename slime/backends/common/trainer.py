@@ -20,7 +20,8 @@ from slime.backends.common.checkpoint import Progress
 from slime.backends.common.device_memory import DeviceMemory
 from slime.backends.common.lr_schedule import LRSchedule, schedule_from_args
 from slime.backends.common.metrics import memory_metrics, speed_metrics
-from slime.observability.profiling import MemoryHistory, PhaseTimer, peak_tflops, utilization
+from slime.observability.memory_history import memory_history
+from slime.observability.profiling import PhaseTimer, peak_tflops, utilization
 from slime.ray.train_actor import TrainRayActor
 from slime.training.context_parallel import ContextParallel
 from slime.training.rollout_data import RankData
@@ -53,7 +54,7 @@ class Trainer(TrainRayActor):
             torch.cuda.set_device(0)
             self.device = torch.device("cuda", 0)
         self.dtype = getattr(torch, args.dtype)
-        self._memory_history = MemoryHistory(args, self.rank)
+        self._memory_history = memory_history(args, f"{role}-rank-{self.rank}")
         self._peak_tflops = peak_tflops(args)
         if args.deterministic_mode:
             torch.use_deterministic_algorithms(True)
@@ -185,5 +186,6 @@ class Trainer(TrainRayActor):
         return {**metrics, f"perf/{name}_time": seconds} if self.rank == 0 else None
 
     def dispose(self) -> None:
+        self._memory_history.close()
         if dist.is_initialized():
             dist.destroy_process_group()
