@@ -16,6 +16,7 @@ from typing import Any
 from slime.arguments.families import FAMILIES, FLAGS, engine, megatron
 from slime.arguments.flag import APPEND, OPTIONAL_BOOL, STORE_FALSE, STORE_TRUE, BadChoice, Flag, to_bool
 from slime.arguments.problems import ConfigError, Problem, Problems, closest
+from slime.arguments.yaml_files import load_yaml
 
 _SERVER = engine.server_family()
 SERVER_FLAGS: tuple[Flag, ...] = _SERVER.flags if _SERVER else ()
@@ -40,7 +41,12 @@ class _Parser(argparse.ArgumentParser):
         flag, _, rule = message.removeprefix("argument ").partition(": ")
         if not rule:
             flag, rule = "command line", message
-        raise ConfigError([Problem(flag.split("/")[0], rule, "see slime flags")])
+        name = flag.split("/")[0]
+        # argparse takes -1e-3, and texts that begin with a dash, for flags
+        fix = (
+            f"a value that begins with - is written {name}=VALUE" if rule.startswith("expected") else "see slime flags"
+        )
+        raise ConfigError([Problem(name, rule, fix)])
 
 
 @functools.cache
@@ -190,7 +196,7 @@ def _read_custom_config(path: str, problems: Problems) -> dict[str, Any]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            config = yaml.safe_load(file)
+            config = load_yaml(file)
     except OSError as error:
         problems.add("--custom-config-path", path, f"cannot be read ({error.strerror})")
         return {}

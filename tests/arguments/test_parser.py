@@ -62,6 +62,8 @@ def test_wrong_value(words, rule, one_error):
 
 def test_missing_value(setup):
     assert "--lr: expected one argument" in setup.errors("--lr")
+    assert "fix: a value that begins with - is written --lr=VALUE" in setup.errors("--lr", "-1e-3")
+    assert "--lr -0.001: must not be negative" in setup.errors("--lr=-1e-3")
 
 
 def test_all_mistakes_are_reported_at_once(setup):
@@ -160,6 +162,7 @@ class TestYaml:
         [
             ("- a\n- b\n", "must hold a mapping"),
             ("a: [1\n", "is not valid YAML"),
+            ("lr: 1e-3\nseed: 1\nlr: 2e-3\n", "lr is given twice in"),
             ("use_critic: true\n", "is computed from other flags"),
             ("lr: null\n", "must have a value"),
             ("lr: [1]\n", "must be a number"),

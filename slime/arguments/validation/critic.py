@@ -11,6 +11,7 @@ from slime.arguments.flag import Flag
 from slime.arguments.problems import Problems, closest
 from slime.arguments.validation.checkpoints import TRACKER, check_writable, iterations
 from slime.arguments.validation.model import check_weights, read_hf_config
+from slime.arguments.yaml_files import load_yaml
 
 _FLAGS = ("critic_num_nodes", "critic_num_gpus_per_node", "critic_lr", "critic_load", "critic_save")
 _ROLES = ("actor", "critic")
@@ -130,7 +131,7 @@ def _read_overrides(args: Namespace, problems: Problems) -> None:
     flag, path = "--megatron-config-path", args.megatron_config_path
     try:
         with open(path, encoding="utf-8") as file:
-            config = yaml.safe_load(file)
+            config = load_yaml(file)
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         problems.add(flag, path, f"cannot be read ({' '.join(str(error).split())})")
         return

@@ -14,6 +14,7 @@ from slime.arguments.families.engine import OWNED_BY_SLIME, SHARED
 from slime.arguments.parser import BY_DEST, SERVER_FLAGS, unknown_flag
 from slime.arguments.problems import Problem, Problems, closest
 from slime.arguments.validation.model import check_weights, read_hf_config
+from slime.arguments.yaml_files import load_yaml
 from slime.utils.checkpoint_files import block_of, read_config
 from slime.utils.served_models import WORKER_TYPES, ServedModel, ServerGroup, one_group, policy_model
 
@@ -159,7 +160,7 @@ class _Reader:
 
         try:
             with open(self.path, encoding="utf-8") as file:
-                content = yaml.safe_load(file)
+                content = load_yaml(file)
         except OSError as error:
             self._add(f"cannot be read ({error.strerror})")
             return []
