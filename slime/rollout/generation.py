@@ -74,10 +74,11 @@ async def generate(args, sample: Sample, sampling_params: dict[str, Any], evalua
                 payload["routed_dp_rank"] = dp_rank
             output = await post(f"{router_url(args)}/generate", payload, headers=headers)
     except HttpError as error:
+        hint = "--rollout-max-prompt-len drops long prompts at load" if sample.tokens else "its prompt is empty"
         raise RolloutError(
             f"the engine refused {describe(sample)} ({len(sample.tokens)} input tokens, {budget} new): "
             + error.body[:1000]
-            + ("; --rollout-max-prompt-len drops long prompts at load" if error.status == 400 else "")
+            + (f"; {hint}" if error.status == 400 else "")
         ) from error
     meta_info = output["meta_info"]
     if args.use_rollout_routing_replay:

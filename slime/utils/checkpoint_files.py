@@ -37,9 +37,24 @@ def file_header(path: Path) -> dict[str, dict[str, Any]]:
         ValueError: it is none.
     """
     with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError(f"a header of {length} bytes does not fit into it")
+        header = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return header
+
+
+def missing_bytes(path: Path) -> int:
+    """Bytes that a safetensors file lacks, by its header: more than 0 where a download or a copy was cut off.
+
+    Raises:
+        ValueError: the header itself is not whole, or it is another kind of file.
+    """
+    ends = [entry["data_offsets"][1] for entry in file_header(path).values()]
+    with open(path, "rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    return header + max(ends, default=0) - path.stat().st_size
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -83,7 +83,9 @@ class PromptRows:
         )
 
     def _required(self, data: dict[str, Any], key: str, flag: str, where: str) -> Any:
-        if data.get(key) is None:
+        if key in data and data[key] is None:
+            raise DataError(f"{where}: {key!r} ({flag}) is null")
+        if key not in data:
             raise DataError(f"{where}: there is no {key!r} ({flag}); the row has {sorted(data)}")
         return data[key]
 

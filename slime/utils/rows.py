@@ -9,6 +9,7 @@ import json
 import os
 import re
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -40,9 +41,10 @@ class JsonlRows:
         offset = 0
         with open(path, "rb", buffering=1 << 18) as file:
             for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    starts.append(offset)
-                    lengths.append(len(line))
+                mark = len(BOM_UTF8) if number == 1 and line.startswith(BOM_UTF8) else 0
+                if not line[mark:].isspace():
+                    starts.append(offset + mark)
+                    lengths.append(len(line) - mark)
                     lines.append(number)
                 offset += len(line)
         self._starts, self._lengths, self._lines = starts[rows], lengths[rows], lines[rows]

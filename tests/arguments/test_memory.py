@@ -1,6 +1,8 @@
 """The predicted memory plan against what was measured on GPUs, and what it refuses."""
 
 import json
+import math
+import os
 import struct
 from pathlib import Path
 
@@ -18,15 +20,21 @@ QWEN3 |= {"head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936, "max
 
 
 def write_headers(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> None:
-    """A safetensors file without its data."""
-    header = json.dumps({name: {"dtype": dtype, "shape": shape} for name, shape in shapes.items()}).encode()
+    """A safetensors file with a hole in place of its data."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + end)
 
 
 def write_qwen3(path: Path) -> str:
     """Shapes of Qwen3-0.6B: 596,049,920 parameters, tied embeddings."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(QWEN3))
+    (path / "tokenizer.json").write_text("{}")
     shapes = {"model.embed_tokens.weight": (151936, 1024), "model.norm.weight": (1024,)}
     for i in range(28):
         layer = f"model.layers.{i}."

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -151,6 +152,20 @@ class TestModel:
             "sharded/model.safetensors.index.json", '{"weight_map": {"a": "model.safetensors", "b": "m2.safetensors"}}'
         )
         assert "1 of 2 weight files are missing, m2.safetensors first" in one_error("--hf-checkpoint", path)
+
+    def test_must_be_readable_to_the_end(self, setup, one_error):
+        path = Path(setup.write_model("cut"))
+        header = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
+        (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0" * 9)
+        assert "model.safetensors is cut off: 7 bytes are missing" in one_error("--hf-checkpoint", path)
+        (path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+        message = one_error("--hf-checkpoint", path)
+        assert "model.safetensors is no whole safetensors file" in message and "finish the download" in message
+
+    def test_must_hold_a_tokenizer(self, setup, one_error):
+        path = Path(setup.write_model("dumb"))
+        (path / "tokenizer.json").unlink()
+        assert "holds no tokenizer" in one_error("--hf-checkpoint", path)
 
     def test_prompt_and_response_must_fit(self, one_error):
         message = one_error("--rollout-max-prompt-len", "500")
@@ -303,6 +318,20 @@ class TestData:
         assert "is not valid JSON" in one_error("--prompt-data", setup.write("c.jsonl", "{"))
         assert "must be a JSON object" in one_error("--prompt-data", setup.write("d.jsonl", "\n[1]\n"))
         assert "has no rows" in one_error("--prompt-data", setup.write("e.jsonl", "\n"))
+        marked = setup.write("f.jsonl", '\ufeff{"input": "1 + 1 =", "label": "2"}\n')
+        assert setup.load("--prompt-data", marked).prompt_data == marked
+
+    def test_parquet_is_whole(self, setup, one_error):
+        path = setup.root / "a.parquet"
+        for content, rule in ((b"input,label", "is not a parquet file"), (b"PAR1 half of it", "is cut off")):
+            path.write_bytes(content)
+            assert f"--prompt-data {path}: {rule}" in one_error("--prompt-data", path)
+        path.write_bytes(b"PAR1 the rows PAR1")
+        assert setup.load("--prompt-data", path)
+
+    def test_directories(self, setup, one_error):
+        assert "is a directory\n    fix: give one of its files: train.jsonl" in one_error("--prompt-data", setup.root)
+        assert "fix: give a file (.jsonl, .parquet)" in one_error("--prompt-data", setup.model)
 
     def test_something_must_score(self, setup, one_error):
         assert "--rm-type: is required" in one_error(without=("--rm-type",))
@@ -376,6 +405,10 @@ class TestCheckpoints:
         assert (args.load, args.finetune, args.start_rollout_id) == (setup.model, True, 0)
         assert args.no_load_optim and args.no_load_rng
         assert "--start-rollout-id 5 is replaced by 0" in caplog.text
+        assert "--load /not/yet holds no latest_checkpointed_iteration.txt: nothing is resumed" in caplog.text
+        caplog.clear()
+        setup.load("--load", setup.root / "out", "--save", setup.root / "out")
+        assert "nothing is resumed" not in caplog.text
         assert setup.load().load is None
 
     def test_finetune_starts_at_zero(self, setup):

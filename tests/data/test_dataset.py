@@ -68,6 +68,12 @@ def test_blank_lines_and_missing_final_newline(tmp_path):
     assert dataset.rows.where(1) == f"{path}:5"
 
 
+def test_byte_order_mark(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"input": "a"}\n{"input": "b"}\n', encoding="utf-8-sig")
+    assert [s.prompt for s in Dataset(str(path))] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
@@ -75,6 +81,7 @@ def test_blank_lines_and_missing_final_newline(tmp_path):
         ('["x"]', r"a.jsonl:3: a row must be a JSON object, this is a list"),
         ('{"question": "x"}', r"a.jsonl:3: there is no 'input' \(--input-key\); the row has \['question'\]"),
         ('{"input": "x"}', r"a.jsonl:3: there is no 'label' \(--label-key\)"),
+        ('{"input": null, "label": 1}', r"a.jsonl:3: 'input' \(--input-key\) is null"),
         ('{"input": 5, "label": 1}', r"a.jsonl:3: 'input' must be a string or a list of messages, not 5"),
         ('{"input": "x", "label": 1, "metadata": [1]}', r"a.jsonl:3: 'metadata' \(--metadata-key\) must be an object"),
         ('{"input": "x", "label": 1, "tools": "{"}', r"a.jsonl:3: 'tools' is not valid JSON"),

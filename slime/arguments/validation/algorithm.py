@@ -30,6 +30,7 @@ def complete(args: Namespace, problems: Problems) -> None:
             and args.advantage_estimator in _GROUP_RELATIVE
             and args.rewards_normalization
             and not args.debug_rollout_only
+            and not problems.concern("--n-samples-per-prompt")
         ):
             logger.warning(
                 "--n-samples-per-prompt 1 with --advantage-estimator %s: every reward equals its group's mean, so all "

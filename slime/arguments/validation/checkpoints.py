@@ -60,8 +60,8 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
     elif _is_hf_directory(args):
         check_weights(args.load, "--load", problems)
     else:
-        if args.load is not None:
-            logger.info("--load %s holds no %s: starting anew", args.load, TRACKER)
+        if args.load not in (None, args.save):  # that is how scripts start which resume
+            logger.warning("--load %s holds no %s: nothing is resumed, the run starts anew", args.load, TRACKER)
         args.load = args.ref_load
     if resumes and not args.finetune:
         return

@@ -12,6 +12,7 @@ from slime.arguments.problems import Problems, closest
 from slime.utils.rows import DataError, split_path
 
 _KINDS = (".jsonl", ".parquet")
+_PARQUET_MAGIC = b"PAR1"
 
 
 def check(args: Namespace, problems: Problems) -> None:
@@ -63,6 +64,11 @@ def check_file(flag: str, path: str, columns: dict[str, str | None], problems: P
     except DataError as error:
         problems.add(flag, path, str(error).partition(": ")[2])
         return None
+    if os.path.isdir(file):
+        there = sorted(name for name in os.listdir(file) if name.endswith(_KINDS))
+        fix = f"give one of its files: {', '.join(there[:5])}" if there else f"give a file ({', '.join(_KINDS)})"
+        problems.add(flag, path, "is a directory", fix)
+        return None
     if not os.path.isfile(file):
         problems.add(flag, path, "is not a file", _similar_file(file))
         return None
@@ -70,8 +76,24 @@ def check_file(flag: str, path: str, columns: dict[str, str | None], problems: P
         problems.add(flag, path, f"must end in {' or '.join(_KINDS)}")
         return None
     if file.endswith(".parquet"):
+        _check_parquet(flag, path, file, problems)
         return None
     return _check_first_row(flag, path, file, columns, problems)
+
+
+def _check_parquet(flag: str, path: str, file: str, problems: Problems) -> None:
+    """A whole parquet file begins and ends with its magic; the reader itself would take long to import."""
+    try:
+        with open(file, "rb") as opened:
+            head = opened.read(4)
+            opened.seek(max(0, os.path.getsize(file) - 4))
+            foot = opened.read(4)
+    except OSError as error:
+        problems.add(flag, path, f"cannot be read ({error.strerror})")
+        return
+    if head != _PARQUET_MAGIC or foot != _PARQUET_MAGIC:
+        rule = "is cut off" if head == _PARQUET_MAGIC else "is not a parquet file"
+        problems.add(flag, path, rule, "copy it again, or give a .jsonl file")
 
 
 def _similar_file(file: str) -> str:
@@ -84,7 +106,7 @@ def _similar_file(file: str) -> str:
 
 def _check_first_row(flag: str, path: str, file: str, columns: dict, problems: Problems) -> dict[str, Any] | None:
     try:
-        with open(file, encoding="utf-8") as opened:
+        with open(file, encoding="utf-8-sig") as opened:
             number, line = next(((n, text) for n, text in enumerate(opened, 1) if text.strip()), (0, ""))
     except OSError as error:
         problems.add(flag, path, f"cannot be read ({error.strerror})")
@@ -93,7 +115,7 @@ def _check_first_row(flag: str, path: str, file: str, columns: dict, problems: P
         problems.add(flag, path, f"is not UTF-8 text ({error.reason} at byte {error.start})")
         return None
     if not line:
-        problems.add(flag, path, "has no rows")
+        problems.add(flag, path, "has no rows", "write one JSON object per line")
         return None
     try:
         row = json.loads(line)
@@ -106,7 +128,7 @@ def _check_first_row(flag: str, path: str, file: str, columns: dict, problems: P
     for key_flag, key in columns.items():
         if key is not None and key not in row:
             close = closest(key, row, cutoff=0.4)
-            fix = f"did you mean {close}?" if close else ""
+            fix = f"did you mean {close}?" if close else f"give one of them with {key_flag.split()[0]}"
             problems.add(key_flag, key, f"is no key of {file}:{number}, which has {', '.join(sorted(row))}", fix)
     return row
 

@@ -6,12 +6,19 @@ import json
 import math
 import os
 from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from slime.arguments.problems import Problems
+from slime.utils.checkpoint_files import missing_bytes
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 """What config.json calls the number of experts, by family."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "spiece.model", "tiktoken.model"),
+)
 
 
 def complete(args: Namespace, problems: Problems) -> None:
@@ -23,6 +30,8 @@ def complete(args: Namespace, problems: Problems) -> None:
     if config is None:
         return
     check_weights(args.hf_checkpoint, "--hf-checkpoint", problems)
+    if not problems.concern("--hf-checkpoint"):
+        check_tokenizer(args.hf_checkpoint, "--hf-checkpoint", problems)
     _check_lengths(args, context_of(config), problems)
     _check_heads(args, config, problems)
     experts = next((key for key in EXPERT_KEYS if text_config(config).get(key)), None)
@@ -90,6 +99,7 @@ def check_weights(path: str, flag: str, problems: Problems) -> None:
     if index is None:
         if not any(n.endswith((".safetensors", ".bin", ".pt", ".pth")) for n in names):
             problems.add(flag, path, "holds no weights (*.safetensors)", "finish the download or conversion")
+        _check_whole(path, [n for n in names if n.endswith(".safetensors")], flag, problems)
         return
     try:
         with open(os.path.join(path, index), encoding="utf-8") as file:
@@ -101,6 +111,29 @@ def check_weights(path: str, flag: str, problems: Problems) -> None:
     if missing:
         rule = f"{len(missing)} of {len(shards)} weight files are missing, {missing[0]} first"
         problems.add(flag, path, rule, "finish the download or conversion")
+        return
+    _check_whole(path, [n for n in shards if n.endswith(".safetensors")], flag, problems)
+
+
+def _check_whole(path: str, names: Iterable[str], flag: str, problems: Problems) -> None:
+    """Weight files are as long as their headers say."""
+    for name in sorted(names):
+        try:
+            missing = missing_bytes(Path(path, name))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            rule = f"its {name} is no whole safetensors file ({' '.join(str(error).split())})"
+        else:
+            rule = f"its {name} is cut off: {missing} bytes are missing" if missing > 0 else ""
+        if rule:
+            problems.add(flag, path, rule, "finish the download, or copy it again")
+            return
+
+
+def check_tokenizer(path: str, flag: str, problems: Problems) -> None:
+    """Some file that a tokenizer can be made of must be there."""
+    if not any(os.path.exists(os.path.join(path, name)) for name in TOKENIZER_FILES):
+        fix = "copy tokenizer.json and tokenizer_config.json beside the weights"
+        problems.add(flag, path, f"holds no tokenizer ({', '.join(TOKENIZER_FILES)})", fix)
 
 
 def vocabulary_of(config: dict[str, Any]) -> int | None:
