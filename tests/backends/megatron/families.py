@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tests.tiny_model import build_tokenizer
+
 SIZES = dict(
     vocab_size=131,
     hidden_size=32,
@@ -54,7 +56,7 @@ WITH_EXPERTS = [name for name, (_, changes) in CASES.items() if "num_experts_per
 
 
 def save_family(case: str, path: str, seed: int = 0) -> None:
-    """A Hugging Face directory of the case, every parameter random (norms and biases too)."""
+    """A Hugging Face directory of the case with a tokenizer, every parameter random (norms and biases too)."""
     import transformers
 
     name, changes = CASES[case]
@@ -70,3 +72,4 @@ def save_family(case: str, path: str, seed: int = 0) -> None:
             elif tensor.ndim > 1:
                 tensor.mul_(5)
     model.save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
