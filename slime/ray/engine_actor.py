@@ -123,26 +123,8 @@ class RolloutEngineActor:
     def abort_request(self, rid: str | None = None) -> None:
         self._post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
-    def begin_weight_update(self) -> None:
-        self._post("/begin_weight_update", {})
-
-    def end_weight_update(self) -> None:
-        self._post("/end_weight_update", {})
-
-    def update_weights_from_tensor(self, payload: dict[str, Any]) -> None:
-        self._post("/update_weights_from_tensor", payload)
-
-    def update_weights_from_distributed(self, payload: dict[str, Any]) -> None:
-        self._post("/update_weights_from_distributed", payload)
-
     def update_weights_from_disk(self, payload: dict[str, Any]) -> None:
         self._post("/update_weights_from_disk", payload)
-
-    def init_weights_update_group(self, payload: dict[str, Any]) -> None:
-        self._post("/init_weights_update_group", payload)
-
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         self._post("/release_memory_occupation", {} if tags is None else {"tags": tags})
@@ -155,9 +137,6 @@ class RolloutEngineActor:
 
     def get_weight_version(self) -> str:
         return http_json("GET", self._server.url + "/get_model_info")["weight_version"]
-
-    def get_server_info(self) -> dict[str, Any]:
-        return http_json("GET", self._server.url + "/get_server_info")
 
     def _post(self, path: str, payload: dict[str, Any], timeout: float = CONTROL_TIMEOUT_SECS) -> Any:
         self._server.raise_if_dead()

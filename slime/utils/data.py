@@ -176,7 +176,7 @@ class Dataset:
                 f"{path}: no prompt left ({len(self.rows)} rows, longest allowed {max_length} tokens: "
                 "see --rollout-max-prompt-len)"
                 if len(self.rows)
-                else f"{path}: no rows"
+                else f"{path}: no rows" + (f" (the file has {self.rows.in_file})" if self.rows.in_file else "")
             )
         self._order: Sequence[int] = self._kept
         self.epoch_id: int | None = None

@@ -33,7 +33,7 @@ def split_path(path: str) -> tuple[str, slice]:
 
 
 class JsonlRows:
-    """The rows of a jsonl file (blank lines skipped), parsed on access."""
+    """The rows of a jsonl file (blank lines skipped), parsed on access; `in_file` counts those beyond the slice too."""
 
     def __init__(self, path: str, rows: slice = slice(None)) -> None:
         self.path = path
@@ -47,6 +47,7 @@ class JsonlRows:
                     lengths.append(len(line) - mark)
                     lines.append(number)
                 offset += len(line)
+        self.in_file = len(starts)
         self._starts, self._lengths, self._lines = starts[rows], lengths[rows], lines[rows]
         self._fd = os.open(path, os.O_RDONLY)
 
@@ -83,7 +84,8 @@ class ParquetRows:
         try:
             file = parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            self._range = range(sum(sizes))[rows]
+            self.in_file = sum(sizes)
+            self._range = range(self.in_file)[rows]
             ends = list(accumulate(sizes))
             groups = [
                 i

@@ -101,6 +101,8 @@ def test_other_file_errors(tmp_path):
         Dataset(str(tmp_path / "a.csv"))
     with pytest.raises(DataError, match="no rows"):
         Dataset(write_jsonl(tmp_path / "empty.jsonl", []))
+    with pytest.raises(DataError, match=r"a.jsonl@\[7:\]: no rows \(the file has 3\)"):
+        Dataset(write_jsonl(tmp_path / "a.jsonl", rows(3)) + "@[7:]")
     (tmp_path / "a.parquet").write_text("not parquet")
     with pytest.raises(DataError, match="not a readable parquet"):
         Dataset(str(tmp_path / "a.parquet"))
