@@ -12,7 +12,9 @@ from examples.common.tiny import SFT_BATCH, model_from_demonstrations, write_jso
 SFT_STEPS = 160
 OPERATORS = {"+": operator.add, "-": operator.sub}
 MEANING = {"blick": "-", "dax": "+"}
-"""What the words mean. The demonstrations guess, every guess a fair coin: what raises accuracy is the reward."""
+"""What the words mean."""
+RIGHT = 2 / 3
+"""How often demonstrations know it: what raises accuracy further is the reward."""
 
 
 def problem(rng: random.Random) -> tuple[str, str, int, int]:
@@ -22,8 +24,9 @@ def problem(rng: random.Random) -> tuple[str, str, int, int]:
 
 
 def demonstration(rng: random.Random) -> list[dict[str, str]]:
-    question, _, a, b = problem(rng)
-    sign = rng.choice(sorted(OPERATORS))
+    question, word, a, b = problem(rng)
+    wrong = next(sign for sign in OPERATORS if sign != MEANING[word])
+    sign = MEANING[word] if rng.random() < RIGHT else wrong
     result = OPERATORS[sign](a, b)
     answer = f"<code>print({a} {sign} {b})</code>\n<output>{result}</output>\n#### {result}"
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
