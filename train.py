@@ -1,5 +1,5 @@
 import sys
 
-from slime.train import main
+from slime.cli import main
 
-sys.exit(main())
+sys.exit(main(["train", *sys.argv[1:]]))

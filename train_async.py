@@ -1,5 +1,5 @@
 import sys
 
-from slime.train_async import main
+from slime.cli import main
 
-sys.exit(main())
+sys.exit(main(["train-async", *sys.argv[1:]]))

@@ -36,7 +36,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code (2: no such command)."""
+    """Run one subcommand; returns the exit code (2: no such command, 130: Ctrl-C)."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if argv else sys.stderr)
@@ -52,7 +52,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with `python train.py`: user functions lie beside the command
-    return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+    try:
+        return importlib.import_module(COMMANDS[name][0]).main(rest) or 0
+    except KeyboardInterrupt:  # while something was imported: a run catches it itself
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def run(recipe: Recipe, paths: Paths) -> int:
 def train(name: str, flags: list[str]) -> int:
     """Run `slime train` with these flags as a process of its own; returns its exit code."""
     print(f"\n{name}: slime train {shlex.join(flags)}\n", flush=True)
-    process = subprocess.Popen([sys.executable, "-m", "slime.train", *flags])
+    process = subprocess.Popen([sys.executable, "-m", "slime.cli", "train", *flags])
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -33,7 +33,7 @@ def split_path(path: str) -> tuple[str, slice]:
 
 
 class JsonlRows:
-    """The rows of a jsonl file (blank lines skipped), parsed on access; `in_file` counts those beyond the slice too."""
+    """The rows of a jsonl file (blank lines skipped), parsed on access. `in_file`: their number without the slice."""
 
     def __init__(self, path: str, rows: slice = slice(None)) -> None:
         self.path = path

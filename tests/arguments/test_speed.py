@@ -77,3 +77,19 @@ def test_command_line(words, code, message):
     assert result.returncode == code
     assert message in result.stdout + result.stderr
     assert seconds < 1.5
+
+
+def test_ctrl_c_while_the_loop_is_imported(setup):
+    """One line and the code of a shell, not the traceback of an import."""
+    probe = (
+        "import os, signal, sys\nfrom slime.cli import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'ray':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    result, _ = timed("-c", probe, "train", *setup.argv())
+    assert result.returncode == 130
+    assert result.stderr.splitlines()[-1] == "interrupted" and "Traceback" not in result.stderr
