@@ -38,6 +38,8 @@ class Loop:
         wait = session.wait
         with self.phase("starting engines and trainers"):
             self.trainers = create_training_models(args, slices, session)
+            # Known from now on, so that a start that hangs can be explained.
+            session.track_memory(wait(self.manager.pids.remote()))
             wait(self.manager.start.remote())
             session.guard(self.manager.wait_for_death.remote())
             self.per_epoch = wait(self.manager.get_num_rollout_per_epoch.remote())
@@ -45,12 +47,12 @@ class Loop:
             if args.offload_rollout:
                 wait(self.manager.offload.remote())
             self.start = args.start_rollout_id or 0
+            session.track_memory(wait(self.manager.pids.remote()))
             if self.trainers is not None:
+                session.track_memory(self.trainers.pids())
                 self.start = self.trainers.init(args)
                 self.actor.connect(self.manager)
                 self.recovery = EngineRecovery(args, session, self.manager, self.actor)
-                session.track_memory(self.trainers.pids())
-            session.track_memory(wait(self.manager.pids.remote()))
             wait(self.manager.load.remote(self.start - 1))
 
     def _print_memory_plan(self, args: Namespace) -> None:

@@ -76,6 +76,7 @@ class EngineRecovery:
         self._connected_to = None
         for rank, url, _ in engines:
             wait(self.manager.admit_engine.remote(rank, url))
+        self.session.track_memory(wait(self.manager.pids.remote()))
         names = ", ".join(f"engine-{rank}" for rank, _, _ in engines)
         self.session.console.line(f"{names} restarted; serves again with the current weights")
 

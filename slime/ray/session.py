@@ -38,6 +38,8 @@ SIGNALLED_DISPOSE_TIMEOUT_SECS = 3.0
 EXIT_TIMEOUT_SECS = 5.0
 PR_SET_CHILD_SUBREAPER = 36
 GUARD_PATIENCE_SECS = 2.0
+STUCK_REPORT_SECS = 1800.0
+"""A wait that takes longer is reported, and again after each further such time; `--phase-timeout-secs` ends it."""
 PROGRESS_INTERVAL_SECS = 0.5
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -220,22 +222,25 @@ class Session:
         Raises:
             RunError: an actor failed or a guarded process died; the message has its name, and the end of its log when
                 it is dead. Or the wait took longer than `--phase-timeout-secs`; the message says what each process
-                is doing.
+                is doing. (Without that flag it is only reported, every `STUCK_REPORT_SECS`.)
         """
         pending = list(refs) if isinstance(refs, list) else [refs]
         show = progress if self.console.is_live else None
         limit = self.args.phase_timeout_secs
-        deadline = None if limit is None else time.monotonic() + limit
+        begin = time.monotonic()
+        deadline = begin + (STUCK_REPORT_SECS if limit is None else limit)
         while pending:
-            patience = PROGRESS_INTERVAL_SECS if show else None
-            if deadline is not None:
-                left = max(0.0, deadline - time.monotonic())
-                patience = left if patience is None else min(patience, left)
+            left = max(0.0, deadline - time.monotonic())
+            patience = min(PROGRESS_INTERVAL_SECS, left) if show else left
             events = [] if self._in_event else [event.arm() for event in self._events]
             ready, _ = ray.wait([*pending, *self._guards, *events], timeout=patience)
             self._check_guards(timeout=0)
-            if deadline is not None and time.monotonic() >= deadline and not ready:
-                raise RunError(self._describe_stuck(limit))
+            if time.monotonic() >= deadline and not ready:
+                if limit is not None:
+                    raise RunError(self._describe_stuck(f"more than --phase-timeout-secs {limit:g}"))
+                took = _minutes(time.monotonic() - begin)
+                self.console.line(self._describe_stuck(f"{took} so far; --phase-timeout-secs would end it"))
+                deadline = time.monotonic() + STUCK_REPORT_SECS
             if show and not ready:
                 self.console.progress(ray.get(show()))
             for ref in ready:
@@ -255,14 +260,14 @@ class Session:
         finally:
             self._in_event = False
 
-    def _describe_stuck(self, limit: float) -> str:
-        """The phase that took too long, and what each process of this machine is doing."""
+    def _describe_stuck(self, how_long: str) -> str:
+        """The phase that takes so long, and what each process of this machine is doing."""
         logs = {name: (process.pid, self.run_dir.log_file(name)) for name, process in self._tracked.items()}
         del logs["driver"]
         words = stacks.collect(logs)
         lines = "".join(f"\n  {name}: {text}" for name, text in sorted(words.items()))
         phase = self.console.current_phase or "a phase"
-        return f"{phase} has taken more than --phase-timeout-secs {limit:g}. What each process is doing:{lines}"
+        return f"{phase} has taken {how_long}. What each process is doing:{lines}"
 
     def _get(self, ref: ray.ObjectRef) -> Any:
         try:
@@ -278,7 +283,8 @@ class Session:
             cause = root_cause(error)
             return f"{name}: {type(cause).__name__}: {cause}"
         log = self.run_dir.log_file(name)
-        return f"{name} died. The end of its log {log}:\n{tail(log)}{self._how_to_resume()}"
+        words = tail(log) if log.exists() and log.stat().st_size else f"(it is empty)\n{_last_line(error)}"
+        return f"{name} died. The end of its log {log}:\n{words}{self._how_to_resume()}"
 
     def _how_to_resume(self) -> str:
         save = self.args.save
@@ -308,6 +314,11 @@ class Session:
         what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
         self.console.error(f"error: {what}\n(logs: {self.run_dir.path / 'logs'})")
         return 1
+
+
+def _last_line(error: BaseException) -> str:
+    """Ray's texts hold the traceback of another process; what was raised there stands last."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 def root_cause(error: ray.exceptions.RayTaskError) -> BaseException:

@@ -211,6 +211,18 @@ class TestWait:
         assert "engine-0: no stacks of this kind of process" in message
         assert session.wait(worker.work.remote(3)) == 3
 
+    def test_without_a_limit_a_long_wait_is_reported_and_goes_on(self, session, worker, monkeypatch, capsys):
+        import ray
+
+        monkeypatch.setattr("slime.ray.session.STUCK_REPORT_SECS", 1.0)
+        ray.get(worker.log_to.remote(str(session.run_dir.log_file("train-0"))))
+        session.track_memory({"train-0": ray.get(worker.pid.remote())})
+        with session.metrics.phase("rollout 3/9: training"):
+            assert session.wait(worker.work.remote("late", 2.5)) == "late"
+        reports = capsys.readouterr().out.split("rollout 3/9: training has taken ")[1:]
+        assert len(reports) == 2 and all("train-0: " in report for report in reports), reports
+        assert "so far; --phase-timeout-secs would end it" in reports[0]
+
     def test_a_dead_actor_is_named(self, session, worker):
         session.run_dir.log_file("train-0").write_text("the end of the log")
         session.args.save = str(session.run_dir.path)
