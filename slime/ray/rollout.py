@@ -29,7 +29,7 @@ from slime.ray.session import Session
 from slime.ray.train_data import batch_metrics, build_schedule, samples_to_batch, trim
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import open_data_source
-from slime.rollout.errors import blame
+from slime.rollout.delivery import call_log_function
 from slime.rollout.generate_state import GenerateState
 from slime.training.rollout_data import partition_rollout_data
 from slime.utils.http_utils import init_http_client, send_through
@@ -229,12 +229,9 @@ class RolloutManager:
     ) -> dict[str, Any]:
         """The built-in metrics with those of the rollout function, unless the user's log function took over."""
         args = self.args
-        if args.custom_rollout_log_function_path is not None:
-            log = load_function(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
-            with blame("--custom-rollout-log-function-path", log):
-                replaced = log(rollout_id, args, samples, extra, seconds)
-            if replaced:
-                return {"perf/rollout_time": seconds}
+        path, flag = args.custom_rollout_log_function_path, "--custom-rollout-log-function-path"
+        if call_log_function(path, flag, rollout_id, args, samples, extra, seconds):
+            return {"perf/rollout_time": seconds}
         slots = 1 if self.fleets is None else self.fleet.model.num_gpus
         return {**rollout_metrics(args, samples, seconds, slots), **_on_axis("rollout", extra)}
 
@@ -259,12 +256,9 @@ class RolloutManager:
             samples = [s for result in output.data.values() for s in result.get("samples") or []]
             save_rollout_dump(args.save_debug_rollout_data, f"eval_{rollout_id}", samples)
         extra = output.metrics or {}
-        if args.custom_eval_rollout_log_function_path is not None:
-            log = load_function(args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path")
-            with blame("--custom-eval-rollout-log-function-path", log):
-                replaced = log(rollout_id, args, output.data, extra)
-            if replaced:
-                return {"perf/eval_time": seconds}
+        path, flag = args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
+        if call_log_function(path, flag, rollout_id, args, output.data, extra):
+            return {"perf/eval_time": seconds}
         return {**eval_metrics(args, output.data), **_on_axis("eval", extra), "perf/eval_time": seconds}
 
 

@@ -1,4 +1,4 @@
-"""The last step of every training rollout: hooks over the whole batch."""
+"""The last step of every rollout: hooks over the whole batch, and who logs it."""
 
 from __future__ import annotations
 
@@ -29,3 +29,13 @@ def run_batch_hooks(args, groups: list[list], finished: list[list], data_source:
         with blame("--rollout-all-samples-process-path", function):
             in_order = sorted(finished, key=first_index)
             function(args, [list(flatten(group)) for group in in_order], data_source)
+
+
+def call_log_function(path: str | None, flag: str, *arguments: Any) -> Any:
+    """What a user's log function (`--custom-rollout-log-function-path`, `--custom-eval-rollout-log-function-path`)
+    returns: True when it took the logging over. None without one."""
+    if path is None:
+        return None
+    function = load_function(path, flag)
+    with blame(flag, function):
+        return function(*arguments)

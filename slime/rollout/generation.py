@@ -246,6 +246,10 @@ async def _run_sample_hooks(args, result: Sample | list[Sample], evaluation: boo
             output = hook(args, result, **accepted(hook, rollout_id=rollout_id, evaluation=evaluation))
             if inspect.isawaitable(output):
                 output = await output
+        if output is not None and not isinstance(output, Sample):
+            raise HookFailure(
+                f"--rollout-sample-hook-path {function_name(hook)} returned {output!r:.200}, not a Sample or None"
+            )
         result = result if output is None else output
     return result
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime.rollout import generation
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.delivery import run_batch_hooks
+from slime.rollout.delivery import call_log_function, run_batch_hooks
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, call_dynamic_filter
 from slime.rollout.rm_hub import async_rm, batched_async_rm, takes_group
 from slime.testing.kit import Kit, kit
@@ -228,10 +228,13 @@ def custom_convert_samples_to_train_data(kit: Kit, path: str) -> None:
 
 @contract("custom-rollout-log-function")
 def custom_rollout_log_function(kit: Kit, path: str) -> None:
-    """True when it took the logging over."""
+    """True when it took the logging over; it leaves the samples, which are trained on afterwards."""
     args, samples = kit.args(), list(flatten(kit.finished()))
-    replaced = load_function(path)(0, args, samples, {"rollout/extra": 1.0}, 1.5)
+    before = [copy.deepcopy(sample.to_dict()) for sample in samples]
+    flag, extra = "--custom-rollout-log-function-path", {"rollout/extra": 1.0}
+    replaced = call_log_function(path, flag, 0, args, samples, extra, 1.5)
     assert replaced is None or isinstance(replaced, bool), "returns True (skip the default metrics), False or None"
+    assert [sample.to_dict() for sample in samples] == before, "the samples are left alone"
 
 
 @contract("custom-eval-rollout-log-function")
@@ -239,7 +242,7 @@ def custom_eval_rollout_log_function(kit: Kit, path: str) -> None:
     """True when it took the logging over."""
     samples = list(flatten(kit.finished()))
     data = {"set": {"rewards": [s.reward for s in samples], "truncated": [False] * len(samples), "samples": samples}}
-    replaced = load_function(path)(0, kit.args(), data, {})
+    replaced = call_log_function(path, "--custom-eval-rollout-log-function-path", 0, kit.args(), data, {})
     assert replaced is None or isinstance(replaced, bool), "returns True (skip the default metrics), False or None"
 
 

@@ -92,6 +92,10 @@ def sample_hook_raises(args, sample, **kwargs):
     raise RuntimeError("hook broke")
 
 
+def sample_hook_text(args, sample):
+    return "x"
+
+
 # rewards
 
 
@@ -212,6 +216,14 @@ def log_rollout_number(rollout_id, args, samples, extra_metrics, rollout_time):
     return 7
 
 
+def log_rollout_raises(rollout_id, args, samples, extra_metrics, rollout_time):
+    raise KeyError("tracker")
+
+
+def log_rollout_changes(rollout_id, args, samples, extra_metrics, rollout_time):
+    samples[0].reward = 0.5
+
+
 def log_eval(rollout_id, args, data, extra_metrics):
     return False
 
@@ -300,6 +312,11 @@ class DroppingMiddleware(Middleware):
     async def dispatch(self, request, call_next):
         await call_next(request)
         return web.Response(status=204)
+
+
+class RaisingMiddleware(Middleware):
+    async def dispatch(self, request, call_next):
+        raise KeyError("nothing")
 
 
 def post_write(args, version_dir, rollout_engines):

@@ -46,6 +46,7 @@ BAD = [
     ("custom-generate-function", "generate_nothing", "--custom-generate-function-path .*returned None"),
     ("custom-generate-function", "generate_changes_params", "sampling parameters are left"),
     ("rollout-sample-hook", "sample_hook_raises", "--rollout-sample-hook-path .*failed for sample 0.*hook broke"),
+    ("rollout-sample-hook", "sample_hook_text", "--rollout-sample-hook-path .*returned 'x', not a Sample or None"),
     ("custom-rm", "rm_none", r"rm_none \(--custom-rm-path\) returned None, not a number"),
     ("custom-rm", "rm_group_short", r"rm_group_short \(--custom-rm-path\) returned .*not a list of 2 rewards"),
     ("custom-reward-post-process", "post_process_short", "--custom-reward-post-process-path .* 1 raw and 1 processed"),
@@ -58,13 +59,19 @@ BAD = [
     ("data-source", "ForgetfulSource", "the state was restored"),
     ("custom-convert-samples-to-train-data", "convert_without_tokens", "--custom-convert-samples.* has no"),
     ("custom-rollout-log-function", "log_rollout_number", "returns True"),
+    ("custom-rollout-log-function", "log_rollout_raises", "--custom-rollout-log-function-path .*KeyError: 'tracker'"),
+    ("custom-rollout-log-function", "log_rollout_changes", "the samples are left alone"),
+    ("custom-eval-rollout-log-function", "log_rollout", "--custom-eval-rollout-log-function-path .*TypeError"),
     ("rollout-data-postprocess", "postprocess_short", "advantages"),
     ("custom-advantage-function", "advantage_without_returns", "--custom-advantage-function-path .*'returns'"),
     ("custom-loss-function", "loss_vector", "finite scalar"),
     ("custom-tis-function", "tis_short", "tis_short: pg_loss has the shape"),
     ("custom-pg-loss-reducer-function", "reducer_raises", "--custom-pg-loss-reducer-function-path .*no reducer"),
     ("custom-megatron-before-log-prob-hook", "before_train_step", "-before-log-prob-hook-path .*failed: TypeError"),
+    ("custom-megatron-init", "before_log_prob", "--custom-megatron-init-path .*failed: TypeError"),
+    ("custom-megatron-before-train-step-hook", "megatron_init", "-before-train-step-hook-path .*failed: TypeError"),
     ("slime-router-middleware", "DroppingMiddleware", "status 200, not 204"),
+    ("slime-router-middleware", "RaisingMiddleware", "--slime-router-middleware-paths .*KeyError: 'nothing'"),
     ("custom-update-weight-post-write", "post_write_raises", "--custom-update-weight-post-write-path .*no space"),
 ]
 
@@ -87,7 +94,7 @@ def test_every_hook_has_a_contract():
     hooks = {hook_of(flag.name) for flag in FLAGS if flag.type is function_path and not flag.pending}
     # It builds a Megatron model, for which Megatron's process groups must be there.
     assert hooks - CONTRACTS.keys() <= {"custom-model-provider"}
-    assert CONTRACTS.keys() == GOOD.keys()
+    assert CONTRACTS.keys() == GOOD.keys() == {hook for hook, _, _ in BAD}
     assert {flag_of(hook) for hook in CONTRACTS} <= {flag.name for flag in FLAGS}
 
 
