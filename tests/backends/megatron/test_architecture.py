@@ -23,7 +23,8 @@ def script_words(name: str) -> list[str]:
 def problems(tmp_path, config: dict, *flags: str) -> str:
     """What is wrong with these flags for a model with this config.json; empty if nothing."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
     argv = f"--hf-checkpoint {tmp_path} --device cpu --train-backend megatron --debug-train-only --num-rollout 1"
     argv += " --load-debug-rollout-data none_{rollout_id}.pt --rollout-batch-size 8 --actor-num-gpus-per-node 8"
     try:
