@@ -251,7 +251,12 @@ def save_with_a_limit_on_rank_1(rank, world_size, port, model_dir, root):
 def test_a_full_disk_on_one_rank_stops_all_and_spoils_nothing(tiny_model_dir, tmp_path):
     results = run_world(save_with_a_limit_on_rank_1, 2, tiny_model_dir, tmp_path)
     for message, _, tracker in results:
-        assert "iter_0000002" in message and "File too large" in message and "Earlier checkpoints" in message
+        assert (
+            "iter_0000002" in message
+            and "File too large" in message
+            and " MB free there)" in message
+            and "Earlier checkpoints" in message
+        )
         assert tracker == "1\n"
     assert results[0][1] == ["iter_0000001", TRACKER]
     assert latest_checkpoint(str(tmp_path)) == tmp_path / "iter_0000002"

@@ -69,7 +69,7 @@ class AtomicDirectory:
 
     def run(self, action: Callable[[], Any]) -> None:
         """Let every rank do its part of the writing."""
-        error = _agree(action)
+        error = _agree(action, self.path.parent)
         if error is not None:
             if self._first:
                 shutil.rmtree(self.temporary, ignore_errors=True)
@@ -109,22 +109,30 @@ def write_tracker(root: Path, number: int) -> None:
             os.replace(temporary, root / TRACKER)
             _sync(root)
 
-    error = _agree(write)
+    error = _agree(write, root)
     if error is not None:
         raise CheckpointError(f"could not write {root / TRACKER}: {error}. Earlier checkpoints are untouched.")
 
 
-def _agree(action: Callable[[], Any]) -> str | None:
-    """Run `action` on every rank; the first failure of any rank, on all of them."""
+def _agree(action: Callable[[], Any], root: Path) -> str | None:
+    """Run `action`, which writes below `root`, on every rank; the first failure of any rank, on all of them."""
     mine = None
     try:
         action()
     except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
         # Whatever it is, the other ranks must hear of it before anyone raises.
-        mine = f"rank {dist.get_rank()}: {root_cause(error)}"
+        mine = f"rank {dist.get_rank()}: {root_cause(error)} ({_free(root)} free there)"
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, mine)
     return next((failure for failure in failures if failure), None)
+
+
+def _free(root: Path) -> str:
+    """Torch's writers do not say that a disk is full."""
+    try:
+        return f"{shutil.disk_usage(root).free / 1e6:,.1f} MB"
+    except OSError:
+        return "unknown"
 
 
 def root_cause(error: BaseException) -> str:
