@@ -68,13 +68,15 @@ def create_placement_groups(args: Namespace) -> dict[str, PlacementSlice]:
         RuntimeError: the cluster cannot place them; the message has the arithmetic.
     """
     actor, rollout = num_slots(args)
+    if total_slots(args) == 0:  # engines of someone else, and nothing to train
+        return dict.fromkeys(("actor", "rollout"), _slice(None, [], args.device))
     pg = _reserve(total_slots(args), args.device)
     bundles = _ordered_bundles(pg, args.device)
     engines = bundles[:rollout] if args.colocate else bundles[actor:]
     return {"actor": _slice(pg, bundles[:actor], args.device), "rollout": _slice(pg, engines, args.device)}
 
 
-def _slice(pg: PlacementGroup, bundles: list[tuple[str, str, int]], device: str) -> PlacementSlice:
+def _slice(pg: PlacementGroup | None, bundles: list[tuple[str, str, int]], device: str) -> PlacementSlice:
     nodes, gpus, indices = zip(*bundles, strict=True) if bundles else ((), (), ())
     return PlacementSlice(pg, indices, device, nodes, gpus)
 

@@ -32,6 +32,7 @@ from slime.rollout.data_source import open_data_source
 from slime.rollout.delivery import call_log_function
 from slime.rollout.generate_state import GenerateState
 from slime.training.rollout_data import partition_rollout_data
+from slime.utils.async_utils import running_loop
 from slime.utils.http_utils import init_http_client, send_through
 from slime.utils.logging_utils import configure_logging
 from slime.utils.misc import flatten, load_function
@@ -149,6 +150,12 @@ class RolloutManager:
         """`groups done/groups wanted` of the rollout that runs now."""
         done, wanted = GenerateState(self.args).progress
         return f"{done}/{wanted} groups" if wanted else ""
+
+    @ray.method(concurrency_group="side")
+    def waiting(self) -> str:
+        """What the rollout's coroutines wait for."""
+        loop = running_loop()
+        return "" if loop is None else stacks.describe_tasks(loop)
 
     def offload(self) -> None:
         """Engines drop their caches and release weights and KV memory."""
@@ -272,4 +279,5 @@ def create_rollout_manager(args: Namespace, placement: PlacementSlice, session: 
     node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     manager = RolloutManager.options(num_cpus=0, scheduling_strategy=node).remote(args, placement)
     session.on_close(manager.dispose.remote)
+    session.explain_with("rollout-manager", manager.waiting.remote)
     return session.name_actor(manager, "rollout-manager")

@@ -81,6 +81,7 @@ class Session:
         self._events: list[_Event] = []
         self._in_event = False
         self._cleanups: list[Callable[[], Any]] = []
+        self._explanations: dict[str, Callable[[], ray.ObjectRef]] = {}
         self._names: dict[str, str] = {}
         self._tracked = {"driver": psutil.Process()}
         self._temp_dir: RayTempDir | None = None
@@ -101,12 +102,14 @@ class Session:
             signal.signal(signal.SIGTERM, self._on_terminate)
         try:
             self._start_ray()
+            if main_thread:
+                signal.signal(signal.SIGTERM, self._on_terminate)  # ray.init has put its own in place
         except BaseException as error:
-            self.exit_code = self._report(error)
+            # Ray's own handler ends a process by `sys.exit(signal number)`.
+            self._terminated |= isinstance(error, SystemExit) and error.code == signal.SIGTERM
+            self.exit_code = self._report(KeyboardInterrupt() if self._terminated else error)
             self._close(signalled=True)
             raise SystemExit(self.exit_code) from error
-        if main_thread:
-            signal.signal(signal.SIGTERM, self._on_terminate)  # ray.init has put its own in place
         return self
 
     def _on_terminate(self, number: int, frame: Any) -> None:
@@ -197,6 +200,10 @@ class Session:
         """Processes (on this node) that `memory_metrics` reports beside the driver."""
         self._tracked |= {name: psutil.Process(pid) for name, pid in pids.items() if psutil.pid_exists(pid)}
 
+    def explain_with(self, name: str, ask: Callable[[], ray.ObjectRef]) -> None:
+        """A report of a stuck phase adds what `ask()` yields to the stacks of the process `name`."""
+        self._explanations[name] = ask
+
     def memory_metrics(self) -> dict[str, float]:
         """Resident memory of each tracked process in GB, pages that processes share counted for each of them."""
         metrics = {}
@@ -265,6 +272,10 @@ class Session:
         logs = {name: (process.pid, self.run_dir.log_file(name)) for name, process in self._tracked.items()}
         del logs["driver"]
         words = stacks.collect(logs)
+        for name, ask in self._explanations.items():
+            with contextlib.suppress(ray.exceptions.RayError):
+                if name in words and (text := ray.get(ask(), timeout=stacks.ANSWER_SECS)):
+                    words[name] += f"; coroutines: {text}"
         lines = "".join(f"\n  {name}: {text}" for name, text in sorted(words.items()))
         phase = self.console.current_phase or "a phase"
         return f"{phase} has taken {how_long}. What each process is doing:{lines}"

@@ -65,6 +65,11 @@ def run(coroutine: Coroutine, watchdog: Callable[[], None] | None = None, interv
         raise
 
 
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop of `run` in this process, once it was used."""
+    return None if _current is None or _current.pid != os.getpid() else _current.loop
+
+
 def _abandon_if_blocked(runner: _LoopThread, patience: float = 2.0) -> None:
     """Start the next `run` on a fresh loop when this one no longer answers (blocked by user code)."""
     global _current

@@ -1,5 +1,7 @@
 """Short forms of stack dumps, and asking real processes."""
 
+import asyncio
+import re
 import subprocess
 import sys
 
@@ -52,3 +54,19 @@ def test_processes_that_cannot_answer(tmp_path):
     for process in (silent, listening):
         process.kill()
         process.communicate()
+
+
+async def a_tool_that_never_answers():
+    await asyncio.sleep(60)
+
+
+@pytest.mark.unit
+async def test_tasks_are_counted_by_where_users_code_waits():
+    tasks = [asyncio.ensure_future(asyncio.wait_for(a_tool_that_never_answers(), 60)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    text = stacks.describe_tasks(asyncio.get_running_loop())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert re.match(r"3 x a_tool_that_never_answers \(test_stacks.py:\d+\)", text), text

@@ -1,5 +1,6 @@
 """Placement, engine actors and the session's waiting, on a real local Ray."""
 
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -44,6 +45,8 @@ def test_slices(local_ray):
     shared = create_placement_groups(sizes(colocate=True, rollout_num_gpus=2))
     assert shared["actor"].bundle_indices == shared["rollout"].bundle_indices == (0, 1)
     remove_placement_group(shared["actor"].pg)
+    none = create_placement_groups(sizes(debug_rollout_only=True, rollout_external=True))
+    assert len(none["actor"]) == len(none["rollout"]) == 0
     with pytest.raises(RuntimeError, match="needs 99 CPU slots"):
         create_placement_groups(sizes(actor_num_gpus_per_node=98))
 
@@ -153,6 +156,12 @@ class TestWait:
                 redirect_output(path)
                 stacks.dump_on_signal()
 
+            def waiting(self):
+                from slime.observability.stacks import describe_tasks
+                from slime.utils.async_utils import running_loop
+
+                return describe_tasks(running_loop())
+
             def stuck(self):
                 import os
 
@@ -201,6 +210,7 @@ class TestWait:
         ray.get(worker.log_to.remote(str(session.run_dir.log_file("train-0"))))
         stopped = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
         session.track_memory({"train-0": ray.get(worker.pid.remote()), "engine-0": stopped.pid})
+        session.explain_with("train-0", worker.waiting.remote)
         with session.metrics.phase("rollout 3/9: training"), pytest.raises(RunError) as caught:
             session.wait(worker.stuck.remote())
         stopped.kill()
@@ -208,6 +218,7 @@ class TestWait:
         message = str(caught.value)
         assert "rollout 3/9: training has taken more than --phase-timeout-secs 1." in message
         assert "train-0: run (slime/utils/async_utils.py" in message
+        assert re.search(r"train-0: .*; coroutines: 1 x wait_for_exit \(async_utils.py:\d+\)", message)
         assert "engine-0: no stacks of this kind of process" in message
         assert session.wait(worker.work.remote(3)) == 3
 
