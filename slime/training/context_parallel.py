@@ -14,7 +14,7 @@ context-parallel rank: they are summed over data-parallel ranks only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -174,6 +174,14 @@ def local_row(mb: MicroBatch, cp: ContextParallel = ALONE) -> LocalRow:
         cp=cp,
         kept=None if mb.kept is None else mb.kept.select(response_K),
     )
+
+
+def places(mb: MicroBatch, cp: ContextParallel = ALONE) -> torch.Tensor:
+    """int64 [T] on the host, per token of the rank's row: 1 + its place among the samples' tokens; 0 is padding."""
+    real = sum(mb.total_lengths)
+    numbers = torch.zeros(len(mb.tokens), dtype=torch.int64)
+    numbers[:real] = torch.arange(1, real + 1)
+    return local_row(replace(mb, tokens=numbers), cp).tokens
 
 
 def slice_log_prob_with_cp(

@@ -21,6 +21,7 @@ EXPERTS, TOP_K, COEFFICIENT = 4, 2, 0.5
 # Balance is a matter of a micro-batch, so here each holds one sample. All samples have weight.
 FLAGS = ("--num-steps-per-rollout", "2", "--moe-aux-loss-coeff", str(COEFFICIENT), "--ci-test")
 VARIANTS = {"plain": (), "recomputed": ("--gradient-checkpointing",)}
+SHARED = {"tokens of a sample on two ranks": ("--context-parallel-size", "2", "--actor-num-gpus-per-node", "2")}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def moe_dir(tmp_path_factory) -> str:
 
 def run(rank, world_size, port, moe_dir):
     out = {}
-    for name, flags in VARIANTS.items():
+    for name, flags in (VARIANTS if world_size == 1 else VARIANTS | SHARED).items():
         trainer = make_trainer(FSDPTrainRayActor, trainer_args(moe_dir, *FLAGS, *flags), rank, world_size, port)
         metrics = [train_rollout(trainer, rollout_id) for rollout_id in range(2)]
         out[name] = parameters_of(trainer), metrics

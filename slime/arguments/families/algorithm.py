@@ -80,7 +80,7 @@ FAMILY = Family(
             "--moe-aux-loss-coeff",
             number,
             0.0,
-            "Weight of the load-balancing loss of mixture-of-experts models (fsdp), beside the policy's loss.",
+            "Weight of the load-balancing loss of mixture-of-experts models, beside the policy's loss.",
         ),
         Flag("--calculate-per-token-loss", action=STORE_TRUE, help="Mean over tokens instead of samples."),
         Flag("--use-rollout-logprobs", action=STORE_TRUE, help="The engine's log-probs are the old policy's."),

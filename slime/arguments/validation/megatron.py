@@ -28,7 +28,6 @@ _MISSING: dict[str, Callable[[Any], bool]] = {
     "fsdp_reduce_grads_once": bool,
     "fsdp_compile": bool,
     "lora_rank": bool,
-    "moe_aux_loss_coeff": bool,
     "true_on_policy_mode": bool,
 }
 
@@ -146,10 +145,24 @@ def _check_given(args: Namespace, problems: Problems) -> None:
         args.moe_token_dispatcher_type = None
     elif dispatcher == "flex":
         problems.add("--moe-token-dispatcher-type", dispatcher, "needs DeepEP, which is not on PyPI", "leave it out")
+    _check_balancing(args, problems)
     unread = [flag for flag in MEGATRON_FLAGS if flag.dest not in config_fields()]
     given = [flag.name for flag in unread if getattr(args, flag.dest) != flag.default]
     if given:
         logger.warning("%s: only for plug-in functions, as attributes of args; slime does not read them", given)
+
+
+def _check_balancing(args: Namespace, problems: Problems) -> None:
+    """Routers of Megatron have slime's own loss: that of the other trainer, too."""
+    flag, kind = "--moe-router-load-balancing-type", vars(args).get("moe_router_load_balancing_type")
+    if kind == "sinkhorn":
+        problems.add(flag, kind, "training and generation would choose other experts", "use aux_loss")
+    elif kind == "none" and args.moe_aux_loss_coeff:
+        problems.add(flag, kind, f"contradicts --moe-aux-loss-coeff {args.moe_aux_loss_coeff}", "use aux_loss")
+    elif kind not in (None, "none", "aux_loss") and args.moe_aux_loss_coeff:
+        problems.add(flag, kind, "is not built: the loss is balanced over a micro-batch", "use aux_loss")
+    if kind is not None:
+        args.moe_router_load_balancing_type = None  # Megatron's own stays off
 
 
 def _check_described(args: Namespace, architecture: Architecture, problems: Problems) -> None:
@@ -214,6 +227,8 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
         except UnsupportedModelError as error:
             problems.add("--opd-teacher-load", args.opd_teacher_load, str(error))
     experts = architecture.get("num_moe_experts")
+    if experts is None and args.moe_aux_loss_coeff:
+        problems.add("--moe-aux-loss-coeff", args.moe_aux_loss_coeff, "needs a model with experts", "leave it out")
     if experts is None and expert > 1:
         problems.add("--expert-model-parallel-size", expert, "needs a model with experts", "leave it out")
     elif experts is not None:

@@ -29,7 +29,7 @@ class FSDPTrainRayActor(PolicyRole, FSDPTrainer):
         self.weights = ShardedWeights(
             self.model, self.dtype, self.mesh, self.device, self.lora.scale if self.lora else 1.0
         )
-        self.router = RouterTap(self.model.model)
+        self.router = RouterTap(self.model.model, self.cp)
         super()._keep_initial_weights(with_ref)
 
     def _build_routing(self) -> RolloutRouting | None:
@@ -105,10 +105,9 @@ class FSDPTrainRayActor(PolicyRole, FSDPTrainer):
         reduce = make_reducer(batch, args.calculate_per_token_loss)
         loss, metrics = compute_loss(args, batch, log_probs_R, entropy_R, reduce, logits)
         if router_logits:
-            balance = self.router.balance(router_logits)
-            # The micro-batch's part of the loss; context-parallel ranks have their own tokens and add up.
-            share = reduce(torch.ones_like(batch.loss_masks))
-            loss = loss + args.moe_aux_loss_coeff / self.cp.size * share * balance.loss
+            balance = self.router.balance(router_logits, batch)
+            share = reduce(torch.ones_like(batch.loss_masks))  # the micro-batch's part of the loss
+            loss = loss + args.moe_aux_loss_coeff * share * balance.loss
             metrics |= {"moe_aux_loss": share * balance.loss.detach(), "moe_max_load": share * balance.max_load}
         return loss, metrics
 

@@ -1,31 +1,24 @@
-"""Load balance of mixture-of-experts models: what their routers chose, as metrics and as an auxiliary loss."""
+"""The router logits of a transformers MoE model, for its load balance."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True)
-class Balance:
-    """Of the tokens of one forward pass, over all its MoE layers."""
-
-    loss: torch.Tensor
-    """Switch Transformer's auxiliary loss (arXiv 2101.03961, eq. 4-6), mean over layers: E sum_i f_i P_i with the
-    share f_i of choices that fell on expert i and its mean router probability P_i. Balanced: 1. P has a gradient."""
-    max_load: torch.Tensor
-    """Tokens of the busiest expert of any layer, relative to an equal share."""
+from slime.training.batch import MicroBatch
+from slime.training.context_parallel import ContextParallel, places
+from slime.training.expert_balance import Balance, expert_balance
 
 
 class RouterTap:
     """Records the router logits of a transformers MoE model. Nothing of a model without routers."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, cp: ContextParallel):
+        self.cp = cp
         self._top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
         self._logits: list[torch.Tensor] | None = None
         self.found = False
@@ -56,16 +49,11 @@ class RouterTap:
         finally:
             self._logits = None
 
-    def balance(self, logits: list[torch.Tensor]) -> Balance:
-        """Of what was recorded."""
-        losses, loads = [], []
-        for logits_TE in logits:
-            probs_TE = logits_TE.float().softmax(-1)
-            experts = probs_TE.shape[-1]
-            chosen = probs_TE.detach().topk(self._top_k, dim=-1).indices.reshape(-1)
-            share_E = torch.zeros(experts, device=chosen.device).index_add_(
-                0, chosen, torch.ones_like(chosen, dtype=torch.float32)
-            ) / len(chosen)
-            losses.append(experts * (share_E * probs_TE.mean(0)).sum())
-            loads.append(experts * share_E.max())
-        return Balance(torch.stack(losses).mean(), torch.stack(loads).max())
+    def balance(self, logits: list[torch.Tensor], batch: MicroBatch) -> Balance:
+        """Of what was recorded of a micro-batch: the mean loss of its layers, the largest load of any."""
+        if self.cp.size > 1:
+            rows = places(batch, self.cp).nonzero().squeeze(-1).to(batch.tokens.device)
+            logits = [logits_TE[rows] for logits_TE in logits]
+        layers = [expert_balance(logits_TE, self._top_k, self.cp.group) for logits_TE in logits]
+        loss, max_load = (torch.stack(values) for values in zip(*((x.loss, x.max_load) for x in layers), strict=True))
+        return Balance(loss.mean(), max_load.max())

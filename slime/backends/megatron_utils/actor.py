@@ -34,6 +34,16 @@ class MegatronTrainRayActor(PolicyRole, MegatronTrainer):
         drafts = {"mtp_num_layers": architecture.mtp_layers} if self.args.enable_mtp_training else {}
         return super()._load_model(architecture, *args, **{**drafts, **overrides})
 
+    def _keep_initial_weights(self, with_ref: bool) -> None:
+        from slime.backends.megatron_utils.balance import Balancing
+
+        args, moe_layers = self.args, sum(self.architecture.moe_layers)
+        self._balance: Balancing | None = None
+        if moe_layers:
+            per_token = args.calculate_per_token_loss
+            self._balance = Balancing(self.model, moe_layers, args.moe_aux_loss_coeff, per_token)
+        super()._keep_initial_weights(with_ref)
+
     def _build_routing(self) -> Any:
         from slime.backends.megatron_utils.routing import RolloutRouting
 
@@ -65,14 +75,14 @@ class MegatronTrainRayActor(PolicyRole, MegatronTrainer):
         forward = model or self.forward
         hooks.before_log_prob(self.args, forward.chunks, prefix)
         batches, order = self._all_batches(data)
-        options = {}
+        arounds = []
         if self._routing is not None and prefix == "":
-            options["around"] = self._routing.around_log_probs(data)
+            arounds.append(self._routing.around_log_probs(data))
 
         def keep(index: int, batch: MicroBatch, log_probs_R, entropy_R):
             return log_probs_R.new_zeros(()), (batch.split(log_probs_R), with_entropy and batch.split(entropy_R))
 
-        kept = forward(batches, keep, backward=False, with_entropy=with_entropy, **options)
+        kept = forward(batches, keep, backward=False, with_entropy=with_entropy, arounds=arounds)
         log_probs = self._by_sample(data, order, [value for first, _ in kept for value in first])
         if not with_entropy:
             return log_probs, None
@@ -80,7 +90,11 @@ class MegatronTrainRayActor(PolicyRole, MegatronTrainer):
 
     def _backward(self, batches: list[MicroBatch], data: RankData, step: int) -> list[dict[str, torch.Tensor]]:
         args = self.args
-        options = {} if self._routing is None else {"around": self._routing.around_training(step)}
+        arounds = []
+        if self._routing is not None:
+            arounds.append(self._routing.around_training(step))
+        if self._balance is not None:
+            arounds.append(self._balance.around_training())
 
         def result(index: int, batch: MicroBatch, log_probs_R, entropy_R, *more):
             reduce = make_reducer(batch, args.calculate_per_token_loss)
@@ -100,8 +114,12 @@ class MegatronTrainRayActor(PolicyRole, MegatronTrainer):
             entropy_grad=args.entropy_coef != 0,
             with_logits=args.loss_type == "custom_loss",
             with_drafts=args.enable_mtp_training,
-            **options,
+            arounds=arounds,
         )
+        if self._balance is not None:
+            balance = self._balance.metrics()
+            for (metrics, _), more in zip(kept, balance, strict=False):  # only the last stage keeps any
+                metrics |= more
         if self._gives_old_log_probs(data):
             order = [sample for micro_batch in data.steps[step] for sample in micro_batch]
             data.set_flat("log_probs", self._by_sample(data, order, [value for _, parts in kept for value in parts]))

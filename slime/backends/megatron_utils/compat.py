@@ -174,6 +174,11 @@ def of_class(mlp: Any, kind: type) -> Any:
     return mlp
 
 
+def submodules_of(mlp: Any) -> Any:
+    """What the spec of a feed-forward layer builds it of."""
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
 def _disable_compilation() -> None:
     """Megatron compiles its small fused functions when they are defined. On CPU that costs more than it gives, and
     ranks that compile at once spoil each other's cache; so it is switched off while they are imported."""

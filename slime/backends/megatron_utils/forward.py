@@ -4,7 +4,7 @@ stage."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -76,7 +76,7 @@ class RowForward:
         *,
         backward: bool,
         drafts: heads.LogProbs | None = None,
-        around: Around = lambda *_: nullcontext(),
+        arounds: Sequence[Around] = (),
     ) -> list[Any]:
         """What `result` keeps of each micro-batch, in order; empty except on the last pipeline stage.
 
@@ -97,7 +97,9 @@ class RowForward:
             if drafts is not None:
                 depths = range(1, self.config.mtp_num_layers + 1)
                 wanted = Drafting(wanted, drafts, [draft_row(whole, row, depth) for depth in depths])
-            with around(chunk, index, row, whole):
+            with ExitStack() as stack:
+                for around in arounds:
+                    stack.enter_context(around(chunk, index, row, whole))
                 output = chunk(row.tokens, row.position_ids, self._packed(row), wanted)
             return output, partial(finish, index, batch, row)
 
@@ -144,7 +146,7 @@ class Forward(RowForward):
         entropy_grad: bool = False,
         with_logits: bool = False,
         with_drafts: bool = False,
-        around: Around = lambda *_: nullcontext(),
+        arounds: Sequence[Around] = (),
     ) -> list[Any]:
         """As `run`; `result` gets log_probs [R], entropy [R] or None; with `with_logits` logits [1, T, V] of the
         rank's row; with `with_drafts` log-probs [layers, R] of the draft layers at temperature 1."""
@@ -161,7 +163,7 @@ class Forward(RowForward):
         drafts = None
         if with_drafts:
             drafts = replace(head, temperature=1.0, with_entropy=False, entropy_grad=False, with_logits=False)
-        return self.run(batches, head, result, backward=backward, drafts=drafts, around=around)
+        return self.run(batches, head, result, backward=backward, drafts=drafts, arounds=arounds)
 
 
 class ValueForward(RowForward):

@@ -23,7 +23,8 @@ from torch import nn
 
 from slime.backends.megatron_utils.architecture import Architecture, padded_vocab_size
 from slime.backends.megatron_utils.attention import PackedAttention, PackedRow
-from slime.backends.megatron_utils.compat import of_class
+from slime.backends.megatron_utils.balance import BalancedRouter
+from slime.backends.megatron_utils.compat import of_class, submodules_of
 from slime.backends.megatron_utils.drafts import Drafting, draft_block_spec, keep_activations, unnoticed
 from slime.backends.megatron_utils.latent import LatentAttention
 from slime.backends.megatron_utils.norm import RMSNorm
@@ -57,6 +58,8 @@ def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
             layer.self_attention.module = LatentAttention
         else:
             attention.k_layernorm = RMSNorm
+    if experts:
+        submodules_of(layer.mlp).router = BalancedRouter
     if post_norms:
         layer.self_attention.module = SandwichAttention
         layer.mlp = of_class(layer.mlp, SandwichMLP)

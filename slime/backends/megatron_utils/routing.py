@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from megatron.core import parallel_state
@@ -18,7 +17,7 @@ from torch import nn
 
 from slime.backends.megatron_utils.forward import Around
 from slime.training.batch import MicroBatch
-from slime.training.context_parallel import LocalRow, local_row
+from slime.training.context_parallel import LocalRow, places
 from slime.training.rollout_data import RankData
 
 
@@ -129,7 +128,7 @@ class RolloutRouting:
         wanted = [layer for layer, _ in self._routers[chunk]]
         # Place 0 is padding, and what the engine did not see: spread over the experts.
         filler = (torch.arange(len(row.tokens) * top_k) % experts).view(-1, 1, top_k)
-        places = _places(batch, row)
+        numbers = places(batch, row.cp)
         whole = [torch.zeros(1, len(wanted), top_k, dtype=torch.int64)]
         for column, total in zip(columns, batch.total_lengths, strict=True):
             column = torch.as_tensor(column)
@@ -142,17 +141,9 @@ class RolloutRouting:
                 raise ValueError(f"--use-rollout-routing-replay: an expert that is not among the {experts}")
             missing = torch.full((total - len(column), len(wanted), top_k), -1)
             whole += [column[:, wanted].long(), missing]
-        routing = torch.cat(whole)[places]
-        routing = torch.where((places[:, None, None] > 0) & (routing >= 0), routing, filler)
+        routing = torch.cat(whole)[numbers]
+        routing = torch.where((numbers[:, None, None] > 0) & (routing >= 0), routing, filler)
         if self.config.sequence_parallel:
             rank = parallel_state.get_tensor_model_parallel_rank()
             routing = routing.chunk(self.config.tensor_model_parallel_size)[rank]
         return list(routing.to(batch.tokens.device).unbind(1))
-
-
-def _places(batch: MicroBatch, row: LocalRow) -> torch.Tensor:
-    """[tokens of the row] of each: 1 + its place among the samples' tokens, 0 for padding."""
-    real = sum(batch.total_lengths)
-    numbers = torch.zeros(len(batch.tokens), dtype=torch.int64)
-    numbers[:real] = torch.arange(1, real + 1)
-    return local_row(replace(batch, tokens=numbers), row.cp).tokens

@@ -35,14 +35,16 @@ DENSE = {
 }
 EXPERTS = {
     "one rank": (1, {}),
-    "DP2": (2, {}),
-    "EP2": (2, EP2),
+    "every layer recomputed": (1, RECOMPUTED),
     "PP2": (2, PP2),
+    "PP2 every layer recomputed": (2, PP2 | RECOMPUTED),
     "EP2 CP2": (2, EP2 | CP2),
     "TP2+SP EP2": (2, TP2SP | EP2 | {"expert_tensor_parallel_size": 1}),
     "TP2+SP ETP2": (2, TP2SP | {"expert_tensor_parallel_size": 2}),
 }
-
+# Balance is a matter of a micro-batch, and of those data-parallel ranks have others.
+EXPERTS_DP = {"DP2": (2, {}), "EP2": (2, EP2)}
+BALANCE = ("--moe-aux-loss-coeff", "2")
 LATENT = {name: EXPERTS[name] for name in ("one rank", "PP2", "EP2 CP2", "TP2+SP EP2", "TP2+SP ETP2")}
 STAGES = {
     "PP2 VPP2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
@@ -98,9 +100,9 @@ def split_experts(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return out
 
 
-def all_layouts(path, layouts, *flags):
+def all_layouts(path, layouts, *flags, fsdp_ranks=1):
     """FSDP's (metrics, gradients) and those of every rank of every layout."""
-    metrics, gradients = run_world(fsdp_step, 1, path, flags)[0]
+    metrics, gradients = run_world(fsdp_step, fsdp_ranks, path, flags)[0]
     ranks = []
     for size in sorted({world for world, _ in layouts.values()}):
         fitting = {name: layout for name, (world, layout) in layouts.items() if world == size}
@@ -118,7 +120,9 @@ def check(results, layout):
         fixed = {name for name in theirs if name.endswith("e_score_correction_bias")}
         assert not any(theirs[name].any() for name in fixed)
         assert set(theirs) - fixed == set(gradients)
-        for key in ("loss", "pg_loss", "kl_loss", "entropy_loss", "grad_norm", "pg_clipfrac", "ppo_kl"):
+        assert set(ours) == set(metrics)
+        keys = ("loss", "pg_loss", "kl_loss", "entropy_loss", "grad_norm", "pg_clipfrac", "ppo_kl")
+        for key in (*keys, *(("moe_aux_loss", "moe_max_load") if "train/moe_max_load" in metrics else ())):
             assert ours[f"train/{key}"] == pytest.approx(metrics[f"train/{key}"], rel=1e-5, abs=1e-7), key
         for name, gradient in gradients.items():
             assert (theirs[name] - gradient).abs().max().item() < 1e-5 * largest, name
@@ -156,13 +160,18 @@ def test_step_with_top_p_replay_equals_fsdp(tmp_path, dense):
 def experts(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("experts"))
     save_family("qwen3_moe", path)
-    return all_layouts(path, EXPERTS, *READABLE, *GRPO, *PACKED)
+    flags = (*READABLE, *GRPO, *PACKED, *BALANCE)
+    alone = all_layouts(path, EXPERTS, *flags)
+    shared = all_layouts(path, EXPERTS_DP, *flags, fsdp_ranks=2)
+    return dict.fromkeys(EXPERTS, alone) | dict.fromkeys(EXPERTS_DP, shared)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("layout", EXPERTS)
-def test_step_with_experts_equals_fsdp(experts, layout):
-    check(experts, layout)
+@pytest.mark.parametrize("layout", [*EXPERTS, *EXPERTS_DP])
+def test_step_with_balanced_experts_equals_fsdp(experts, layout):
+    check(experts[layout], layout)
+    metrics = experts[layout][0][0]
+    assert metrics["train/moe_aux_loss"] > 1.01 and metrics["train/moe_max_load"] > 1.1
 
 
 @pytest.fixture(scope="module")

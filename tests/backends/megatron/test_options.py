@@ -78,6 +78,9 @@ def test_layer_pattern_evaluates_nothing_else(raw):
         ("--ddp-average-in-collective", "slime sets this itself"),
         ("--params-dtype bf16", "use --dtype"),
         ("--moe-router-nonsense 3", "unknown flag"),
+        ("--moe-router-load-balancing-type sinkhorn", "would choose other experts"),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "contradicts --moe-aux-loss-coeff 0.1"),
+        ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1", "is not built"),
         ("--padded-vocab-size 151936", "must be 152064"),
     ],
 )
@@ -93,7 +96,7 @@ def test_flags_of_existing_launch_scripts_are_right(tmp_path):
         "size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --attention-dropout "
         "0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 "
         "--attention-backend flash --moe-token-dispatcher-type allgather --moe-router-dtype fp32 "
-        "--moe-router-load-balancing-type none "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 "
         "--moe-layer-freq [1]*48 --no-bias-swiglu-fusion --ddp-bucket-size 1000000 --overlap-grad-reduce "
         "--padded-vocab-size 151936 --optimizer-cpu-offload --no-bias-dropout-fusion"
     )
