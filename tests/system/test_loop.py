@@ -158,6 +158,15 @@ def test_two_runs_at_once_one_terminated_then_the_other_interrupted(tmp_path, ti
     assert steps == [2 * i + 2 for i in range(len(lines) - 1)]
 
 
+def test_terminated_while_ray_starts(tmp_path, tiny_model_dir):
+    run = TrainRun(tmp_path, tiny_model_dir, "--colocate")
+    run.wait_for(lambda: any(process.name() == "gcs_server" for process in run.processes()))
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish(timeout=60) == 143, run.stderr
+    assert run.gone_within(0), [p.cmdline() for p in run.processes()]
+    assert "terminated: ending all processes" in run.stderr and "Traceback" not in run.stderr
+
+
 def test_evaluation_only(tmp_path, tiny_model_dir, local_ray):
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text('{"input": "what is the sum of 1 and 2 ?", "label": "3"}\n' * 4)
