@@ -20,6 +20,9 @@ BACKENDS = {
     ("megatron", "critic"): "slime.backends.megatron_utils.critic.MegatronCriticRayActor",
 }
 
+# For glibc's malloc. The threshold of its own mappings is the highest that it takes.
+KEEP_HOST_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 50)}
+
 
 class TrainWorker:
     """The Ray actor around a trainer rank: it imports the backend in its own process, so that the driver need not."""
@@ -162,6 +165,9 @@ class RayTrainGroup:
 def _environment(args: Namespace) -> dict[str, str]:
     """What trainers have beside the environment of the run."""
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"} if args.deterministic_mode else {}
+    if args.device == "cpu" and not args.offload_train:
+        # Activations of each step in the memory of the last: pages that the system takes back cost a fault each.
+        env |= KEEP_HOST_MEMORY
     if args.rollout_engine == "sglang" and not args.colocate:
         # As SGLang sets them for itself: ranks of one communicator must agree on how memory is mapped.
         env |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
