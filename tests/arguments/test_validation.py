@@ -162,6 +162,11 @@ class TestModel:
         message = one_error("--hf-checkpoint", path)
         assert "model.safetensors is no whole safetensors file" in message and "finish the download" in message
 
+    def test_stop_tokens_are_in_the_vocabulary(self, setup, one_error):
+        words = ("--hf-checkpoint", setup.write_model("small", vocab_size=128), "--rollout-stop-token-ids", "5")
+        assert setup.load(*words).rollout_stop_token_ids == [5]
+        assert "--rollout-stop-token-ids 128: is outside the model's vocabulary of 128" in one_error(*words, "128")
+
     def test_must_hold_a_tokenizer(self, setup, one_error):
         path = Path(setup.write_model("dumb"))
         (path / "tokenizer.json").unlink()
@@ -428,7 +433,8 @@ class TestCheckpoints:
     def test_save(self, setup, one_error):
         assert "needs --save" in one_error("--save-interval", "1")
         assert "is a file" in one_error("--save", setup.data)
-        assert "use {rollout_id}" in one_error("--save-hf", "hf-{step}")
+        assert "use {rollout_id}" in one_error("--save-hf", "hf-{step}", "--save", setup.root / "out")
+        assert "add --save DIRECTORY" in one_error("--save-hf", "hf-{rollout_id}")
         assert setup.load("--save", setup.root / "a" / "b", "--save-interval", "1").save_interval == 1
 
 
@@ -505,6 +511,15 @@ class TestServices:
     def test_router_address_is_a_pair(self, one_error):
         assert "needs --sglang-router-port" in one_error("--sglang-router-ip", "127.0.0.1")
         assert "needs --sglang-router-ip" in one_error("--sglang-router-port", "3000")
+
+    def test_settings_of_what_is_off_are_said(self, setup, caplog):
+        setup.load("--wandb-project", "x", "--tb-project-name", "y", "--rollout-health-check-interval", "5")
+        assert "--wandb-project: no effect without --use-wandb" in caplog.text
+        assert "--tb-project-name: no effect without --use-tensorboard" in caplog.text
+        assert "--rollout-health-check-interval: no effect without --use-fault-tolerance" in caplog.text
+        caplog.clear()
+        setup.load("--use-tensorboard", "--tb-project-name", "y")
+        assert "no effect" not in caplog.text
 
     def test_wandb_must_be_installed(self, setup, one_error, monkeypatch):
         monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)

@@ -28,7 +28,9 @@ def complete(args: Namespace, problems: Problems) -> None:
         problems.add("--save-interval", args.save_interval, "needs --save", "add --save DIRECTORY")
     if args.save is not None:
         check_writable("--save", args.save, problems)
-    if args.save_hf is not None:
+    if args.save_hf is not None and args.save is None:
+        problems.add("--save-hf", args.save_hf, "is written with the checkpoints of --save", "add --save DIRECTORY")
+    elif args.save_hf is not None:
         check_template("--save-hf", args.save_hf, {"rollout_id"}, required=set(), problems=problems)
 
 

@@ -34,6 +34,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         check_tokenizer(args.hf_checkpoint, "--hf-checkpoint", problems)
     _check_lengths(args, context_of(config), problems)
     _check_heads(args, config, problems)
+    _check_stop_ids(args, vocabulary_of(config), problems)
     experts = next((key for key in EXPERT_KEYS if text_config(config).get(key)), None)
     if args.use_rollout_routing_replay and args.rollout_engine == "embedded" and not args.debug_train_only:
         rule = "needs an engine that returns its routing, which --rollout-engine embedded does not"
@@ -166,6 +167,13 @@ def _check_lengths(args: Namespace, model_context: int | None, problems: Problem
     limit, name = _tightest(args, model_context, flags)
     if limit is not None and not args.debug_train_only:  # without engines nothing is generated
         _check_pair("rollout", args.rollout_max_prompt_len, args.rollout_max_response_len, limit, name, problems)
+
+
+def _check_stop_ids(args: Namespace, vocabulary: int | None, problems: Problems) -> None:
+    beyond = [i for i in args.rollout_stop_token_ids or () if vocabulary is not None and i >= vocabulary]
+    if beyond:
+        rule = f"is outside the model's vocabulary of {vocabulary} (config.json: vocab_size)"
+        problems.add("--rollout-stop-token-ids", beyond[0], rule, "take the id from the checkpoint's own tokenizer")
 
 
 def _check_heads(args: Namespace, config: dict[str, Any], problems: Problems) -> None:

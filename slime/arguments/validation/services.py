@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import secrets
 import time
 from argparse import Namespace
 
+from slime.arguments.families import FLAGS
+from slime.arguments.parser import BY_DEST
 from slime.arguments.problems import Problems
 from slime.arguments.validation.checkpoints import check_template, check_writable
+
+logger = logging.getLogger(__name__)
 
 
 def _check_profiling(args: Namespace, problems: Problems) -> None:
@@ -76,6 +81,14 @@ def complete(args: Namespace, problems: Problems) -> None:
         problems.add("--ci-disable-kl-checker", None, "has no effect without --ci-test", "add it")
     if args.use_wandb and args.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         problems.add("--use-wandb", None, "wandb is not installed", 'pip install "slime[wandb]"')
+    for switch, prefix in (
+        ("use_wandb", "wandb_"),
+        ("use_tensorboard", "tb_"),
+        ("use_fault_tolerance", "rollout_health_check_"),
+    ):
+        idle = [f.name for f in FLAGS if f.dest.startswith(prefix) and getattr(args, f.dest) != f.default]
+        if idle and not getattr(args, switch):
+            logger.warning("%s: no effect without %s", ", ".join(idle), BY_DEST[switch].name)
     if args.run_dir is None:
         model = os.path.basename(os.path.normpath(args.hf_checkpoint or "model"))
         args.run_dir = os.path.join("runs", f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}-{model}")
