@@ -70,8 +70,8 @@ FAMILY = Family(
         Flag(
             "--phase-timeout-secs",
             number,
-            help="End the run when it waits longer for one step, with what each process is doing. Default: only say so, "
-            "every 30 minutes.",
+            help="End the run when it waits longer for one step, with what each process is doing. Default: only say "
+            "so, every 30 minutes.",
         ),
     ),
 )
