@@ -183,6 +183,8 @@ async def _call_generate(args, sample: Sample, sampling_params: dict[str, Any], 
         result = pieces
     for piece in pieces:
         _check_lengths(piece, f"{flag} {function_name(function)}")
+        if not (piece.tokens or piece.aborted or evaluation or args.debug_rollout_only):
+            raise HookFailure(f"{flag} {function_name(function)}: {describe(piece)} has no tokens to train on")
         if piece.reward is not None:
             piece.reward = check_reward(args, piece.reward, piece, f"{path} ({flag})")
     return result

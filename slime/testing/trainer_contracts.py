@@ -12,6 +12,22 @@ from slime.utils.misc import flatten
 VOCABULARY = 32
 
 
+QWEN3 = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
 COMPUTED = ("log_probs", "ref_log_probs", "advantages", "returns")
 
 
@@ -113,6 +129,47 @@ def custom_megatron_before_train_step_hook(kit: Kit, path: str) -> None:
     optimizer = Namespace(megatron=torch.optim.SGD(model[0].parameters(), lr=1e-3), schedule=LRSchedule(1e-3))
     args = kit.args(custom_megatron_before_train_step_hook_path=path)
     hooks.before_train_step(args, 0, 0, model, optimizer)
+
+
+@contract("custom-model-provider")
+def custom_model_provider(kit: Kit, path: str) -> None:
+    """Makes the parts of a model that Megatron trains, for a Qwen3 of two layers."""
+    import json
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    import pytest
+
+    pytest.importorskip(
+        "megatron.core", reason="--custom-model-provider-path belongs to Megatron: install megatron-core"
+    )
+    directory = kit.directory / "qwen3"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(QWEN3))
+    # A process of its own: Megatron's groups, and what it does without a GPU, concern the whole process.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(_build_with, path, str(directory)).result()
+
+
+def _build_with(path: str, checkpoint: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from slime.backends.megatron_utils import compat, hooks
+
+    compat.install()
+    from slime.backends.megatron_utils.architecture import read_architecture
+    from slime.backends.megatron_utils.model_config import transformer_config
+    from slime.backends.megatron_utils.model_provider import build_chunks
+    from slime.backends.megatron_utils.parallel import ParallelSizes, init_parallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    init_parallel(ParallelSizes(), seed=0, timeout_minutes=1)
+    architecture = read_architecture(checkpoint)
+    config = transformer_config(architecture, ParallelSizes(), torch.float32, torch.device("cpu"))
+    provider = hooks.model_provider(Namespace(custom_model_provider_path=path))
+    build_chunks(architecture, config, provider=provider)
+    dist.destroy_process_group()
 
 
 def _chunks() -> list[Any]:

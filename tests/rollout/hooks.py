@@ -73,6 +73,11 @@ async def generate_wrong_mask(args, sample, sampling_params):
     return sample
 
 
+async def generate_no_tokens(args, sample, sampling_params):
+    sample.response, sample.status = "an answer", Sample.Status.COMPLETED
+    return sample
+
+
 async def generate_raises(args, sample, sampling_params):
     raise KeyError("tool")
 

@@ -55,6 +55,7 @@ DEFAULTS = {
     "rollout_sample_filter_path": None,
     "rollout_all_samples_process_path": None,
     "custom_rm_path": None,
+    "debug_rollout_only": False,
     "eval_function_path": None,
     "rm_type": "math",
     "rm_url": None,

@@ -234,6 +234,7 @@ def test_custom_generate_in_its_oldest_form(cluster_of, rollout_args):
             "generate_raises",
             r"--custom-generate-function-path .*generate_raises failed for sample \d+ of group \d+: KeyError",
         ),
+        ("generate_no_tokens", r"generate_no_tokens: sample \d+ of group \d+ has no tokens to train on"),
         ("generate_wrong_mask", r"generate_wrong_mask: sample \d+ .* response_length 1 but lengths {'loss_mask': 2}"),
     ],
 )

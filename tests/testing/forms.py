@@ -289,6 +289,15 @@ def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_sch
     assert opt_param_scheduler.lr(step_id) == optimizer.param_groups[0]["lr"]
 
 
+def provider(pre_process, post_process, vp_stage=None, build=None, config=None):
+    assert config.num_layers == 2
+    return build(pre_process, post_process, vp_stage)
+
+
+def stock_provider(pre_process, post_process, vp_stage=None):
+    return torch.nn.Linear(2, 2)
+
+
 # the router's and the weights'
 
 

@@ -49,6 +49,7 @@ CALLS: dict[str, Call] = {
     ),
     "custom-pg-loss-reducer-function": Call("total_lengths response_lengths loss_masks calculate_per_token_loss"),
     "custom-megatron-init": Call("args"),
+    "custom-model-provider": Call("pre_process post_process", keywords="vp_stage", optional="build config"),
     "custom-megatron-before-log-prob-hook": Call("args model store_prefix"),
     "custom-megatron-before-train-step-hook": Call("args rollout_id step_id model optimizer opt_param_scheduler"),
     "slime-router-middleware": Call("app", keywords="router"),
