@@ -1,10 +1,11 @@
 """The architecture fields of published models' config.json, typed in. One entry per file in scripts/models.
 
-Compared with copies of the published files: Qwen2.5-3B, -7B; Qwen3-4B, -8B, -14B, -32B, -30B-A3B; Llama-3.1-8B and
--3.2-3B (collections of config.json in public repositories), GLM-4.5-Air (a training log that prints it),
-Moonlight-16B-A3B and MiMo-7B (fixtures of other projects' converters), DeepSeek-V3 (defaults of transformers'
-DeepseekV3Config), Qwen2.5-1.5B (several projects' tables). Kimi-K2 is the first Instruct release; later ones have
-rms_norm_eps 1e-5.
+Compared with copies of the published files: Qwen2.5-0.5B, -3B, -7B; Qwen3-4B, -8B, -14B, -32B, -30B-A3B; Llama-3.1-8B,
+-3.2-1B and -3.2-3B (collections of config.json in public repositories), GLM-4.5-Air (a training log that prints it),
+Moonlight-16B-A3B and MiMo-7B (fixtures of other projects' converters), Kimi-K2 (another project's test, rms_norm_eps
+and rope_scaling included), DeepSeek-V3 (defaults of transformers' DeepseekV3Config). Compared with tables that cite
+the published files: Qwen2.5-1.5B, Qwen3-0.6B, -1.7B, -235B-A22B, GLM-4.5 (and Megatron-Bridge's page of the model).
+Kimi-K2 is the first Instruct release; later ones have rms_norm_eps 1e-5 and rope_scaling factor 64.
 """
 
 QWEN2 = dict(model_type="qwen2", rope_theta=1e6, rms_norm_eps=1e-6, vocab_size=151936, tie_word_embeddings=True)
@@ -50,6 +51,7 @@ GLM4_MOE = dict(
     n_group=1,
     topk_group=1,
     norm_topk_prob=True,
+    num_nextn_predict_layers=1,
 )
 DEEPSEEK = dict(
     model_type="deepseek_v3",
@@ -137,6 +139,7 @@ CONFIGS: dict[str, dict] = {
         first_k_dense_replace=3,
         routed_scaling_factor=2.5,
         rope_theta=10000,
+        num_nextn_predict_layers=1,
         rope_scaling=dict(
             type="yarn",
             factor=40,
@@ -158,6 +161,16 @@ CONFIGS: dict[str, dict] = {
         first_k_dense_replace=1,
         routed_scaling_factor=2.827,
         rope_theta=50000.0,
+        num_nextn_predict_layers=0,
+        rope_scaling=dict(
+            type="yarn",
+            factor=32.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            beta_fast=1.0,
+            beta_slow=1.0,
+            original_max_position_embeddings=4096,
+        ),
     ),
     "moonlight-16B-A3B": dict(
         DEEPSEEK,

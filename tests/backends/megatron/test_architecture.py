@@ -60,6 +60,13 @@ def test_derived_numbers_of_deepseek_v3():
     assert architecture.moe_layers == [False] * 3 + [True] * 58
     assert (architecture["rotary_scaling_factor"], architecture["mscale_all_dim"]) == (40, 1.0)
     assert architecture["moe_shared_expert_intermediate_size"] == 2048
+    assert architecture.mtp_layers == architecture_of(CONFIGS["glm4.5-355B-A32B"]).mtp_layers == 1
+
+
+def test_kimi_k2_rotates_other_than_deepseek_v3():
+    architecture = architecture_of(CONFIGS["kimi-k2"])
+    names = ("rotary_base", "rotary_scaling_factor", "beta_fast", "beta_slow", "mscale_all_dim")
+    assert [architecture[name] for name in names] == [50000.0, 32.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
