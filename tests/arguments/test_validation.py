@@ -492,6 +492,10 @@ class TestServices:
         assert "has no effect without" in one_error("--update-weight-delta-encoding", "overwrite", *gpus, **apart)
         assert "needs --update-weight-disk-dir" in one_error(*disk, *gpus, **apart)
         assert "needs --update-weight-local" in one_error(*disk, *directory, *delta, *gpus, **apart)
+        file = tmp_path / "file"
+        file.write_text("")
+        rule = f"--update-weight-disk-dir {file}: is not a directory"
+        assert rule in one_error(*disk, "--update-weight-disk-dir", str(file), *gpus, **apart)
         blake3 = ("--update-weight-delta-checksum", "blake3")
         assert "pip install blake3" in one_error(*disk, *directory, *blake3, *gpus, **apart)
         assert "no effect under --colocate" in one_error(*disk, *directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from argparse import Namespace
 
 from slime.arguments.families.weight_sync import FAMILY
@@ -36,6 +37,10 @@ def check(args: Namespace, problems: Problems) -> None:
         )
     if args.update_weight_disk_dir is None:
         problems.add("--update-weight-transport", "disk", "needs --update-weight-disk-dir", "name a shared directory")
+    for dest in ("update_weight_disk_dir", "update_weight_local_checkpoint_dir"):
+        path = getattr(args, dest)
+        if path is not None and os.path.exists(path) and not os.path.isdir(path):
+            problems.add("--" + dest.replace("_", "-"), path, "is not a directory", "name a directory, new or not")
     if delta and args.update_weight_local_checkpoint_dir is None:
         problems.add(
             "--update-weight-mode",
