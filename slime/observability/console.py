@@ -105,11 +105,13 @@ class Console:
     def record(self, text: str) -> None:
         """Only to the driver's log."""
         stamp = time.strftime("%H:%M:%S")
-        self._log.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
-        self._log.flush()
+        with contextlib.suppress(OSError):  # a full disk must not keep a run from saying so
+            self._log.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+            self._log.flush()
 
     def close(self) -> None:
-        self._log.close()
+        with contextlib.suppress(OSError):
+            self._log.close()
 
 
 def _ignore(text: str) -> None:

@@ -171,7 +171,8 @@ class MetricsLogger:
     def close(self, exit_code: int = 0) -> None:
         """End all trackers; with an exit code other than 0 they show the run as failed."""
         for tracker in self._trackers:
-            tracker.close(exit_code)
+            with contextlib.suppress(OSError):  # of a full disk, which `log` has reported
+                tracker.close(exit_code)
         self.console.close()
 
 

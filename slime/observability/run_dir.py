@@ -10,8 +10,10 @@ checkpoints     link to --save
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
@@ -109,6 +111,16 @@ def tail(path: str | Path, lines: int = 20, max_bytes: int = 16384) -> str:
     except FileNotFoundError:
         text = ""
     return "\n".join(text.splitlines()[-lines:]) or "(its log is empty)"
+
+
+def describe_error(error: BaseException, *directories: str | None) -> str:
+    """Type and message; of a full disk also which of the directories that a run writes to has how much space left."""
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return text
+    there = [path for path in directories if path is not None and os.path.isdir(path)]
+    free = ", ".join(f"{shutil.disk_usage(path).free / 1e6:,.1f} MB in {path}" for path in there)
+    return f"{text}; left: {free}"
 
 
 def redirect_output(path: str | Path) -> None:

@@ -55,6 +55,7 @@ class RouterProcess:
             port = self.process.port
         elif self.of_policy and args.sglang_router_ip is not None:
             self._announce(args.sglang_router_ip, args.sglang_router_port)
+            self._check_answers()
             return self.url
         elif self.of_policy:
             port = args.sglang_router_port or 0
@@ -130,6 +131,15 @@ class RouterProcess:
         for worker in self._workers():
             if worker["url"].rstrip("/") == engine_url:
                 http_json("DELETE", f"{self.url}/workers/{quote(worker['id'], safe='')}", timeout=30.0)
+
+    def _check_answers(self) -> None:
+        args = self.args
+        try:
+            self._workers()
+        except (ServerError, KeyError, TypeError) as error:
+            flags = f"--sglang-router-ip {args.sglang_router_ip} --sglang-router-port {args.sglang_router_port}"
+            fix = "start it, or leave both out for a router of the run's own"
+            raise ServerError(f"{flags}: no router answers there ({error})\n    fix: {fix}") from error
 
     def _workers(self) -> list[dict]:
         return http_json("GET", self.url + "/workers", timeout=30.0)["workers"]

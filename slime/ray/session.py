@@ -27,7 +27,7 @@ import ray
 
 from slime.observability import stacks
 from slime.observability.metrics import MetricsLogger, TrackerError
-from slime.observability.run_dir import RunDir, tail
+from slime.observability.run_dir import RunDir, describe_error, tail
 from slime.ray.placement_group import total_slots
 from slime.ray.temp_dir import RayTempDir
 
@@ -291,11 +291,13 @@ class Session:
 
     def _describe(self, name: str, error: ray.exceptions.RayError) -> str:
         if isinstance(error, ray.exceptions.RayTaskError):
-            cause = root_cause(error)
-            return f"{name}: {type(cause).__name__}: {cause}"
+            return f"{name}: {self._words(root_cause(error))}"
         log = self.run_dir.log_file(name)
         words = tail(log) if log.exists() and log.stat().st_size else f"(it is empty)\n{_last_line(error)}"
         return f"{name} died. The end of its log {log}:\n{words}{self._how_to_resume()}"
+
+    def _words(self, error: BaseException) -> str:
+        return describe_error(error, self.args.run_dir, self.args.save)
 
     def _how_to_resume(self) -> str:
         save = self.args.save
@@ -322,7 +324,7 @@ class Session:
         if not isinstance(error, Exception):
             return 1
         self.console.record("".join(traceback.format_exception(error)))
-        what = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, RunError) else self._words(error)
         self.console.error(f"error: {what}\n(logs: {self.run_dir.path / 'logs'})")
         return 1
 

@@ -145,6 +145,20 @@ def test_axes(args, tmp_path):
     assert last["train/step"] == 10 and "rollout/step" not in last
 
 
+def test_a_full_disk_is_an_error_of_the_metrics_alone(args, tmp_path, capsys):
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    for path in (logs / "driver.log", tmp_path / "run" / "metrics.jsonl"):
+        path.symlink_to("/dev/full")
+    args.use_tensorboard = False
+    logger = MetricsLogger(args)
+    logger.console.line("goes on")
+    with pytest.raises(OSError, match="No space left"):
+        logger.log({"rollout/a": 1.5})
+    logger.close(exit_code=1)
+    assert capsys.readouterr().out == "goes on\n"
+
+
 def test_plain_console(tmp_path, capsys):
     console = Console(tmp_path / "driver.log")
     with console.phase("generating"):

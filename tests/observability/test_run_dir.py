@@ -1,4 +1,6 @@
+import errno
 import json
+import re
 import subprocess
 import sys
 
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 
 from slime.observability.dumps import load_rollout_dump, save_rollout_dump
-from slime.observability.run_dir import RunDir, tail, to_plain
+from slime.observability.run_dir import RunDir, describe_error, tail, to_plain
 from slime.utils.types import Sample
 
 pytestmark = pytest.mark.unit
@@ -30,6 +32,15 @@ def test_samples_are_spread_and_readable(tmp_path):
 def test_to_plain():
     assert to_plain({"a": (1, np.int64(2)), 3: {"x"}, "o": Sample.Status.ABORTED})["a"] == [1, 2]
     json.dumps(to_plain({"array": np.zeros(3), "object": object()}))
+
+
+def test_errors_of_a_full_disk_name_the_disk(tmp_path):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    text = describe_error(error, str(tmp_path), None, str(tmp_path / "not-there"))
+    assert re.fullmatch(
+        rf"OSError: \[Errno 28\] No space left on device; left: [\d,]+\.\d MB in {re.escape(str(tmp_path))}", text
+    )
+    assert describe_error(KeyError("a"), str(tmp_path)) == "KeyError: 'a'"
 
 
 def test_tail(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import sys
 
 import pytest
@@ -43,6 +44,16 @@ def arguments(tiny_model_dir, tmp_path, *flags):
             *flags,
         ]
     )
+
+
+def test_a_router_that_is_not_there_is_named(tiny_model_dir, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    args = arguments(tiny_model_dir, tmp_path, "--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(port))
+    router = RouterProcess(args, tmp_path / "router.log", args.served_models[0])
+    with pytest.raises(ServerError, match=f"--sglang-router-port {port}: no router answers there.*refused"):
+        router.start()
 
 
 PAYLOAD = {"text": "what is the sum of 3 and 4 ?", "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
