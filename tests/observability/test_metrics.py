@@ -1,4 +1,7 @@
 import json
+import os
+import pty
+import re
 import struct
 import sys
 import time
@@ -171,6 +174,37 @@ def test_plain_console(tmp_path, capsys):
     assert out[1] == "eval after 3 rollouts  held-out 0.750"
     log = (tmp_path / "driver.log").read_text()
     assert "generating ..." in log and "rollout 1/3" in log
+
+
+ON_A_TERMINAL = """
+import pathlib, sys, time
+from slime.observability.console import Console
+console = Console(pathlib.Path(sys.argv[1]))
+with console.phase("rollout 1/3: generating"):
+    console.progress("12/64 samples")
+    time.sleep(0.6)
+console.row(0, 3, {"rollout/raw_reward": 0.5})
+console.line("[bold] is no markup")
+console.close()
+"""
+
+
+def test_console_of_a_terminal_shows_progress(tmp_path):
+    """In a terminal of its own, as a user sees it."""
+    shown = bytearray()
+
+    def read(fd):
+        shown.extend(os.read(fd, 4096))
+        return b"."
+
+    with open(os.devnull, "wb") as nothing, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pty, "STDOUT_FILENO", nothing.fileno())
+        status = pty.spawn([sys.executable, "-c", ON_A_TERMINAL, str(tmp_path / "driver.log")], read)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert os.waitstatus_to_exitcode(status) == 0, text
+    assert "rollout 1/3: generating 12/64 samples" in text and "0:00:0" in text
+    assert "rollout 1/3  reward 0.500" in text and "[bold] is no markup" in text
+    assert "12/64" not in (tmp_path / "driver.log").read_text()
 
 
 def test_supervised_rows_have_no_reward(args, tmp_path):
