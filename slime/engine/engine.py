@@ -203,6 +203,7 @@ class Engine:
         if version is not None:
             self.weight_version = version
         self.scheduler.weights_changed(self.weight_version)
+        self.runner.weights_changed()
         if flush_cache:
             self.flush_cache()
 

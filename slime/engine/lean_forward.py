@@ -1,8 +1,8 @@
 """The decoder of Llama-like models in few operations, for a CPU.
 
 On a CPU a decode step of a small model is bound by the number of operations: a transformers layer has about 60. Here
-it has about 25: query, key and value (and gate and up) are one matrix product, norms and rotary embeddings take four
-operations each, residuals are added by the products. It applies to every model that is built like Llama or Qwen and
+it has about 25: query, key and value (and gate and up) are one matrix product, norms take four operations and rotary
+embeddings three, residuals are added by the products. It applies to every model that is built like Llama or Qwen and
 computes the same; other models run their own code.
 
 The weights are not copied: the products' matrices lie transposed in memory, as CPU libraries like them best, and the
@@ -73,16 +73,23 @@ class Projection:
 
 
 class RMSNorm:
-    """x / rms(x) over the last dimension, without the weight."""
+    """x / rms(x) * weight over the last dimension: [T, width], or [T, heads, width] with a module for each head."""
 
-    def __init__(self, eps: float, width: int):
-        # sqrt(|x|^2 / width + eps) = hypot(|x|, sqrt(width eps)) / sqrt(width)
-        self.floor = torch.tensor((width * eps) ** 0.5)
-        self.scale = width**-0.5
+    def __init__(self, *modules: nn.Module):
+        self.modules = modules
+        self.width = modules[0].weight.shape[0]
+        self.floor = torch.tensor((self.width * modules[0].variance_epsilon) ** 0.5)
+        self.weight = torch.empty(0)
+
+    def refresh(self) -> None:
+        """Follow the modules' weights. x / sqrt(|x|^2 / width + eps) = sqrt(width) x / hypot(|x|, sqrt(width eps))"""
+        weights = [module.weight.detach() for module in self.modules]
+        weight = weights[0] if len(weights) == 1 else torch.stack(weights)
+        self.weight = weight * self.width**0.5
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, 2, -1, True)
-        return torch.div(x, torch.hypot(norm, self.floor).mul_(self.scale))
+        return torch.div(x, norm.hypot_(self.floor)).mul_(self.weight)
 
 
 @dataclass
@@ -93,13 +100,11 @@ class _Layer:
     head_dim: int
     groups: int
     """Key and value heads."""
-    norm: RMSNorm
-    """Before attention and MLP."""
+    attention_norm: RMSNorm
+    """Before attention."""
     head_norm: RMSNorm | None
-    attention_norm: nn.Module
-    mlp_norm: nn.Module
-    query_norm: nn.Module | None
-    key_norm: nn.Module | None
+    """Of query and key heads."""
+    mlp_norm: RMSNorm
     qkv: Projection
     out: Projection
     gate_up: Projection
@@ -113,20 +118,27 @@ class _Layer:
     ) -> torch.Tensor:
         """The layer's output, in the memory of `x_TD`."""
         tokens, turned = len(x_TD), self.heads + self.groups
-        qkv = self.qkv(self.norm(x_TD).mul_(self.attention_norm.weight)).view(tokens, -1, self.head_dim)
+        qkv = self.qkv(self.attention_norm(x_TD)).view(tokens, -1, self.head_dim)
         qk = qkv[:, :turned]
         if self.head_norm is not None:
             qk = self.head_norm(qk)
-            qk[:, : self.heads].mul_(self.query_norm.weight)
-            qk[:, self.heads :].mul_(self.key_norm.weight)
         qk = torch.addcmul(qk * cos, torch.roll(qk, self.head_dim // 2, -1), sin)
         attended = context.attend(
             self.index, qk[:, : self.heads], qk[:, self.heads :], qkv[:, turned:], self.scale, self.window
         )
         x_TD = self.out.add_to(x_TD, attended.reshape(tokens, -1))
-        gate_up = self.gate_up(self.norm(x_TD).mul_(self.mlp_norm.weight))
+        gate_up = self.gate_up(self.mlp_norm(x_TD))
         gate, up = gate_up.chunk(2, 1)
         return self.down.add_to(x_TD, F.silu(gate).mul_(up))
+
+    @property
+    def projections(self) -> list[Projection]:
+        return [self.qkv, self.out, self.gate_up, self.down]
+
+    @property
+    def norms(self) -> list[RMSNorm]:
+        heads = [] if self.head_norm is None else [self.head_norm]
+        return [self.attention_norm, self.mlp_norm, *heads]
 
 
 class LeanForward:
@@ -135,31 +147,34 @@ class LeanForward:
     def __init__(self, model: nn.Module):
         base = model.base_model
         self.embedding = base.embed_tokens
-        self.final_norm = base.norm
-        self.norm = RMSNorm(base.norm.variance_epsilon, base.norm.weight.shape[0])
+        self.norm = RMSNorm(base.norm)
         self.head = model.get_output_embeddings()
         self.rotary = base.rotary_emb
         self.layers = [_layer(i, layer) for i, layer in enumerate(base.layers)]
         self._cos = self._sin = torch.empty(0)
 
     def projections(self) -> list[Projection]:
-        return [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [projection for layer in self.layers for projection in layer.projections]
+
+    def norms(self) -> list[RMSNorm]:
+        return [self.norm, *(norm for layer in self.layers for norm in layer.norms)]
 
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter that a call uses."""
-        modules = [self.embedding, self.final_norm, self.head]
-        for layer in self.layers:
-            modules += [layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm]
-            modules += [linear for p in (layer.qkv, layer.out, layer.gate_up, layer.down) for linear in p.layers]
-        return [p for module in modules if module is not None for p in module.parameters()]
+        modules = [self.embedding, self.head]
+        modules += [module for norm in self.norms() for module in norm.modules]
+        modules += [linear for projection in self.projections() for linear in projection.layers]
+        return [p for module in modules for p in module.parameters()]
 
     def refresh(self) -> None:
-        """The parameters may have other memory, or none: follow them."""
+        """The parameters may have other values, other memory, or none: follow them."""
         for projection in self.projections():
             if projection.layers[0].weight.numel() == 0:
                 projection.unpack()
             elif not projection.packed:
                 projection.pack()
+        for norm in self.norms():
+            norm.refresh()
 
     def __call__(
         self,
@@ -175,7 +190,7 @@ class LeanForward:
         for layer in self.layers:
             x_TD = layer(x_TD, cos, sin, context)
         x_ND = x_TD.index_select(0, keep_N)
-        return F.linear(self.norm(x_ND).mul_(self.final_norm.weight), self.head.weight)
+        return F.linear(self.norm(x_ND), self.head.weight)
 
     def _angles(self, positions_T: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, 1, head dim]; the sine of the first half is negative, as `rotate_half` is a roll then."""
@@ -224,23 +239,21 @@ def _layer(index: int, layer: nn.Module) -> _Layer:
     linear = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     if {name.rsplit(".", 1)[-1] for name in linear} != ATTENTION | MLP:
         raise ValueError(f"linear layers {sorted(linear)}")
-    width, head_dim = attention.q_proj.in_features, attention.head_dim
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [attention.q_norm, attention.k_norm] if head_norms else []
-    if len({norm.variance_epsilon for norm in norms}) != 1:
-        raise ValueError("norms with different eps")
-    eps = layer.input_layernorm.variance_epsilon
+    head_dim = attention.head_dim
+    heads, groups = (projection.out_features // head_dim for projection in (attention.q_proj, attention.k_proj))
+    head_norm = None
+    if head_norms:
+        if attention.q_norm.variance_epsilon != attention.k_norm.variance_epsilon:
+            raise ValueError("head norms with different eps")
+        head_norm = RMSNorm(*[attention.q_norm] * heads, *[attention.k_norm] * groups)
     return _Layer(
         index=index,
-        heads=attention.q_proj.out_features // head_dim,
+        heads=heads,
         head_dim=head_dim,
-        groups=attention.k_proj.out_features // head_dim,
-        norm=RMSNorm(eps, width),
-        head_norm=RMSNorm(eps, head_dim) if head_norms else None,
-        attention_norm=layer.input_layernorm,
-        mlp_norm=layer.post_attention_layernorm,
-        query_norm=attention.q_norm if head_norms else None,
-        key_norm=attention.k_norm if head_norms else None,
+        groups=groups,
+        attention_norm=RMSNorm(layer.input_layernorm),
+        head_norm=head_norm,
+        mlp_norm=RMSNorm(layer.post_attention_layernorm),
         qkv=Projection(attention.q_proj, attention.k_proj, attention.v_proj),
         out=Projection(attention.o_proj),
         gate_up=Projection(mlp.gate_proj, mlp.up_proj),

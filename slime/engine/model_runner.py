@@ -85,6 +85,11 @@ class ModelRunner:
         if self.lean is not None:
             self.lean.refresh()
 
+    def weights_changed(self) -> None:
+        """They have new values where they are."""
+        if self.lean is not None:
+            self.lean.refresh()
+
     @torch.inference_mode()
     def probe_layers(self) -> list[tuple[int, int, int]]:
         """(kv heads, key dim, value dim) of each attention layer."""

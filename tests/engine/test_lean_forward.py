@@ -85,6 +85,7 @@ def test_updates_in_place_and_released_weights():
     store = WeightStore(model)
     lean = lean_forward(model)
     store.load([(name, p.detach()) for name, p in other.named_parameters()])
+    lean.refresh()
     got, expected = logits(other, lean)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -95,5 +96,6 @@ def test_updates_in_place_and_released_weights():
     lean.refresh()
     assert all(projection.packed for projection in lean.projections())
     store.load([(name, p.detach()) for name, p in other.named_parameters()])
+    lean.refresh()
     got, expected = logits(other, lean)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
