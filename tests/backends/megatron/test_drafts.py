@@ -1,6 +1,7 @@
 """Layers for multi-token prediction: loss and gradients equal a plain float64 model; the policy does not notice."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,30 @@ def megatron(rank, world_size, port, path, layouts, root):
     return out
 
 
+def draft_loss(model, layers) -> torch.Tensor:
+    """mtp_loss in float64: minus the mean log-prob of the response tokens that draft layers predict.
+
+    Args:
+        model: the float64 model itself.
+        layers: per depth: (hidden states [1, T, D] before it, embedded tokens [1, T, D] ahead) -> hidden states.
+    """
+    embedding, output = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    batch, total = batch_of(), torch.zeros((), dtype=torch.float64)
+    num_tokens = sum(max(sum(mask), 1) for mask in batch["loss_masks"])
+    for tokens, count, mask in zip(batch["tokens"], batch["response_lengths"], batch["loss_masks"], strict=True):
+        ids = torch.tensor(tokens)
+        hidden = model.model(input_ids=ids[None]).last_hidden_state.detach()
+        for k, layer in enumerate(layers, 1):
+            ahead = torch.cat([ids[k:], ids.new_zeros(k)])[: len(ids)]
+            hidden = layer(hidden, embedding[ahead][None])
+            log_probs = (hidden[0] @ output.T).log_softmax(-1)
+            for j in range(count):
+                place = len(ids) - count + j - 1 - k
+                if mask[j] and place >= 0:
+                    total = total - log_probs[place, ids[place + 1 + k]] / num_tokens / len(layers)
+    return total
+
+
 def reference(path: str) -> tuple[float, dict[str, torch.Tensor]]:
     """mtp_loss, and the gradients of the draft layers, in float64."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
@@ -102,26 +127,15 @@ def reference(path: str) -> tuple[float, dict[str, torch.Tensor]]:
         state.pop("layers.0.final_layernorm.weight", None)
         layer.load_state_dict(state | {"embed_tokens.weight": model.model.embed_tokens.weight.detach()})
         parts.append((layer, extra))
-    batch, total = batch_of(), torch.zeros((), dtype=torch.float64)
-    num_tokens = sum(max(sum(mask), 1) for mask in batch["loss_masks"])
-    embedding, output = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
-    eps = config["rms_norm_eps"]
-    for tokens, count, mask in zip(batch["tokens"], batch["response_lengths"], batch["loss_masks"], strict=True):
-        ids = torch.tensor(tokens)
-        hidden = model.model(input_ids=ids[None]).last_hidden_state.detach()
-        for k, (layer, extra) in enumerate(parts, 1):
-            ahead = torch.cat([ids[k:], ids.new_zeros(k)])[: len(ids)]
-            normed = [
-                torch.nn.functional.rms_norm(x, (WIDTH,), extra[f"{name}.weight"], eps)
-                for name, x in (("hidden_layernorm", hidden), ("token_layernorm", embedding[ahead][None]))
-            ]
-            mixed = torch.cat(normed, -1) @ extra["input_proj.weight"].T
-            hidden = layer(inputs_embeds=mixed).last_hidden_state
-            log_probs = (hidden[0] @ output.T).log_softmax(-1)
-            for j in range(count):
-                place = len(ids) - count + j - 1 - k
-                if mask[j] and place >= 0:
-                    total = total - log_probs[place, ids[place + 1 + k]] / num_tokens / DEPTHS
+
+    def run(layer, extra, hidden, ahead):
+        normed = [
+            torch.nn.functional.rms_norm(x, (WIDTH,), extra[f"{name}.weight"], config["rms_norm_eps"])
+            for name, x in (("hidden_layernorm", hidden), ("token_layernorm", ahead))
+        ]
+        return layer(inputs_embeds=torch.cat(normed, -1) @ extra["input_proj.weight"].T).last_hidden_state
+
+    total = draft_loss(model, [partial(run, *part) for part in parts])
     (SCALE * total).backward()
     gradients = {}
     for depth, (layer, extra) in enumerate(parts):
