@@ -57,8 +57,6 @@ class RouterProcess:
             self._announce(args.sglang_router_ip, args.sglang_router_port)
             self._check_answers()
             return self.url
-        elif self.of_policy:
-            port = args.sglang_router_port or 0
         own = args.use_slime_router or sglang.find_python(args.sglang_router_env) is None
         command = self._own_command(port) if own else self._sglang_command(port)
         self.process = ServerProcess(self.name, command, self.log_file, "127.0.0.1")
