@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.arguments.parser import resolve
 from slime.arguments.problems import ConfigError
+from slime.observability.dumps import DumpError
 from slime.observability.rollout_metrics import group_by_prompt
 from slime.rollout.errors import RewardError
 from slime.rollout.rm_hub import batched_async_rm
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         samples = [sample for path in options.dumps for sample in read(path)]
         before = [sample.reward for sample in samples]
         replay(args, samples)
-    except (RewardError, FileNotFoundError) as error:
+    except (RewardError, FileNotFoundError, DumpError) as error:
         print(f"slime replay-reward: {error}", file=sys.stderr)
         return 1
     print(report(args, samples, before, options.show))

@@ -21,12 +21,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=5, help="samples to show [%(default)s]")
     parser.add_argument("--tokens", action="store_true", help="with token ids, masks and log-probs")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    from slime.observability.dumps import load_dump
+    from slime.observability.dumps import DumpError, load_dump
 
     try:
         content = load_dump(options.dump)
     except FileNotFoundError:
         print(f"slime show-dump: there is no file {options.dump}", file=sys.stderr)
+        return 1
+    except DumpError as error:
+        print(f"slime show-dump: {error}", file=sys.stderr)
         return 1
     if "samples" not in content:
         print("\n".join(describe_train_data(content)))

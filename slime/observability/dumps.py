@@ -19,6 +19,10 @@ TOKENIZER_FILES = (
 )
 
 
+class DumpError(ValueError):
+    """A file that is no dump, or not of the kind that is needed; the message has its path."""
+
+
 def save_rollout_dump(template: str, rollout_id: int | str, samples: list[Sample]) -> Path:
     """Write `{"rollout_id", "samples"}` with torch.save at `template` with `{rollout_id}` filled in."""
     import torch
@@ -36,11 +40,14 @@ def load_rollout_dump(template: str, rollout_id: int, subsample: float | None = 
 
     Raises:
         FileNotFoundError: names the flag, and the path after the rollout id was filled in.
+        DumpError: the file is no rollout dump.
     """
     path = Path(template.format(rollout_id=rollout_id))
     if not path.is_file():
         raise FileNotFoundError(f"--load-debug-rollout-data {template}: no dump of rollout {rollout_id} at {path}")
     data = load_dump(path)
+    if "samples" not in data:
+        raise DumpError(f"{path} is no rollout dump; --save-debug-rollout-data writes those")
     samples = [Sample.from_dict(entry) for entry in data["samples"]]
     if subsample is not None:
         keep = max(2, int(len(samples) * subsample))
@@ -50,11 +57,24 @@ def load_rollout_dump(template: str, rollout_id: int, subsample: float | None = 
 
 
 def load_dump(path: Path) -> dict[str, Any]:
-    """The content of a dump of either kind, read without running code from it."""
+    """The content of a dump of either kind, read without running code from it.
+
+    Raises:
+        DumpError: the file is something else.
+    """
     import torch
 
-    with torch.serialization.safe_globals(_numpy_globals()):
-        return torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        with torch.serialization.safe_globals(_numpy_globals()):
+            content = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # what the pickle of a file that is none runs into
+        reason = str(error).strip().partition("\n")[0]
+        raise DumpError(f"{path} is no dump, or was cut: {type(error).__name__}: {reason[:200]}") from error
+    if not isinstance(content, dict):
+        raise DumpError(f"{path} is no dump: it holds a {type(content).__name__}")
+    return content
 
 
 def save_tokenizer(hf_checkpoint: str, directory: str) -> None:

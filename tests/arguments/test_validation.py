@@ -326,6 +326,11 @@ class TestData:
         marked = setup.write("f.jsonl", '\ufeff{"input": "1 + 1 =", "label": "2"}\n')
         assert setup.load("--prompt-data", marked).prompt_data == marked
 
+    def test_other_encodings(self, setup, one_error):
+        path = setup.root / "latin.jsonl"
+        path.write_bytes('{"input": "café", "label": "2"}\n'.encode("latin-1"))
+        assert "is not UTF-8 text" in one_error("--prompt-data", path)
+
     def test_parquet_is_whole(self, setup, one_error):
         path = setup.root / "a.parquet"
         for content, rule in ((b"input,label", "is not a parquet file"), (b"PAR1 half of it", "is cut off")):
@@ -416,6 +421,10 @@ class TestCheckpoints:
         assert "nothing is resumed" not in caplog.text
         assert setup.load().load is None
 
+    def test_empty_paths(self, one_error):
+        for flag in ("--save", "--load", "--run-dir"):
+            assert f"{flag} '': is empty" in one_error(flag, "")
+
     def test_finetune_starts_at_zero(self, setup):
         path = self.checkpoint(setup)
         args = setup.load("--load", path, "--finetune", "--start-rollout-id", "0")
@@ -455,8 +464,10 @@ class TestDebug:
         assert "{step} is unknown" in one_error("--save-debug-train-data", "{rollout_id}_{rank}_{step}.pt")
         assert "not a valid template" in one_error("--save-debug-rollout-data", "{rollout_id.pt")
 
-    def test_missing_dumps(self, one_error):
+    def test_missing_dumps(self, setup, one_error):
         assert "there is no directory" in one_error("--load-debug-rollout-data", "/nowhere/{rollout_id}.pt")
+        wrong = str(setup.root / "{rolout_id}.pt")
+        assert "{rolout_id} is unknown" in one_error("--load-debug-rollout-data", wrong, colocate=False)
         assert "has no effect without" in one_error("--load-debug-rollout-data-subsample", "0.5")
 
     def test_checker_flag_needs_the_check(self, one_error):

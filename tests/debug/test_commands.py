@@ -59,6 +59,22 @@ def test_a_rollout_is_shown(dump, capsys):
     assert show_dump.main(["nowhere.pt"]) == 1
 
 
+@pytest.mark.parametrize("content", [b"junk", b"", b"PK\x03\x04cut"])
+def test_a_file_that_is_no_dump(tmp_path, capsys, content):
+    path = tmp_path / "0.pt"
+    path.write_bytes(content)
+    for command, flags in ((show_dump, []), (replay_reward, ["--rm-type", "math"])):
+        assert command.main([str(path), *flags]) == 1
+        error = capsys.readouterr().err
+        assert f"{path} is no dump, or was cut" in error and error.count("\n") == 1
+
+
+def test_train_data_is_no_rollout(tmp_path, capsys):
+    torch.save({"rollout_id": 0, "rank": 1, "rollout_data": {}}, tmp_path / "0_0.pt")
+    assert replay_reward.main([str(tmp_path / "0_0.pt"), "--rm-type", "math"]) == 1
+    assert "0_0.pt is no rollout dump; --save-debug-rollout-data writes those" in capsys.readouterr().err
+
+
 def test_train_data_is_shown(tmp_path, capsys):
     path = tmp_path / "0_0.pt"
     data = {"log_probs": [torch.tensor([-1.0, -3.0])], "response_lengths": [2], "prompt": ["hello"]}

@@ -87,5 +87,5 @@ def test_a_dump_cannot_run_code(tmp_path):
             return (exec, ("open('/dev/null')",))
 
     torch.save({"rollout_id": 0, "samples": [Evil()]}, tmp_path / "0.pt")
-    with pytest.raises(Exception, match=r"[Uu]nsupported|not allowed|weights_only"):
+    with pytest.raises(Exception, match=r"0\.pt is no dump.*UnpicklingError: Weights only load failed"):
         load_rollout_dump(str(tmp_path / "{rollout_id}.pt"), 0)

@@ -68,6 +68,7 @@ def complete_debug(args: Namespace, problems: Problems) -> None:
 
 
 def _check_dump_source(template: str, problems: Problems) -> None:
+    check_template("--load-debug-rollout-data", template, {"rollout_id"}, required=set(), problems=problems)
     folder = os.path.dirname(template) or "."
     if not os.path.isdir(folder):
         problems.add("--load-debug-rollout-data", template, f"there is no directory {folder}")
