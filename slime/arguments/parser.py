@@ -42,6 +42,8 @@ class _Parser(argparse.ArgumentParser):
         if not rule:
             flag, rule = "command line", message
         name = flag.split("/")[0]
+        if rule.startswith("ignored explicit argument"):
+            raise ConfigError([Problem(name, "takes no value", f"write {name} alone, or leave it out")])
         # argparse takes -1e-3, and texts that begin with a dash, for flags
         fix = (
             f"a value that begins with - is written {name}=VALUE" if rule.startswith("expected") else "see slime flags"

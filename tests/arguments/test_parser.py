@@ -66,6 +66,10 @@ def test_missing_value(setup):
     assert "--lr -0.001: must not be negative" in setup.errors("--lr=-1e-3")
 
 
+def test_value_of_a_switch(one_error):
+    assert "--ci-test: takes no value\n    fix: write --ci-test alone" in one_error("--ci-test=1")
+
+
 def test_all_mistakes_are_reported_at_once(setup):
     message = setup.errors("--sede", "1", "--lr", "x", "--release-train", "--loss-type", "sft")
     assert [line.split()[0] for line in message.splitlines() if not line.startswith("    ")] == [

@@ -19,6 +19,8 @@ RELEASE = "release"
 def complete(args: Namespace, problems: Problems) -> None:
     """ref_load must exist where KL is wanted; load falls back to it; save must be writable."""
     _check_reference(args, problems)
+    if args.load == "":
+        problems.add("--load", args.load, "is empty", "give a directory, or leave it out")
     _complete_load(args, problems)
     if args.async_save and args.train_backend != "megatron":
         problems.add("--async-save", None, f"has no effect with --train-backend {args.train_backend}", "leave it out")
@@ -124,6 +126,9 @@ def iterations(root: str) -> list[int]:
 
 
 def check_writable(flag: str, path: str, problems: Problems) -> None:
+    if not path:
+        problems.add(flag, path, "is empty", "give a directory, or leave it out")
+        return
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)

@@ -112,7 +112,7 @@ def _check_first_row(flag: str, path: str, file: str, columns: dict, problems: P
         problems.add(flag, path, f"cannot be read ({error.strerror})")
         return None
     except UnicodeDecodeError as error:
-        problems.add(flag, path, f"is not UTF-8 text ({error.reason} at byte {error.start})")
+        problems.add(flag, path, f"is not UTF-8 text ({error.reason} at byte {error.start})", "save it as UTF-8")
         return None
     if not line:
         problems.add(flag, path, "has no rows", "write one JSON object per line")
