@@ -100,7 +100,7 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         "overlap_param_gather overlap_param_gather_with_optimizer_step align_param_gather".split(),
-        "weights would not be complete after the step, when they are sent to the engines",
+        "Megatron waits for a layer's weights when the layer is called, and slime reads the output layer's without it",
     ),
     **dict.fromkeys(
         "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params".split(),
