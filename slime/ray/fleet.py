@@ -29,6 +29,7 @@ from slime.utils.served_models import EngineSpec, ServedModel
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_SECS = 15.0
+PIDS_TIMEOUT_SECS = 30.0
 POLL_SECS = 1.0
 KV_CACHE = "kv_cache"
 """The memory that is taken back last."""
@@ -286,7 +287,8 @@ class EngineFleet:
         """Processes by name."""
         pids = {} if self.router.process is None else {self.router.name: self.router.process.pid}
         for engine in self.engines:
-            pids |= ray.get(engine.actor.pids.remote())
+            with contextlib.suppress(ray.exceptions.RayError):  # it died just now, or is being replaced
+                pids |= ray.get(engine.actor.pids.remote(), timeout=PIDS_TIMEOUT_SECS)
         return pids
 
     def dispose(self) -> None:
