@@ -1,9 +1,9 @@
 """Every example as a user runs it, cut short."""
 
-import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -43,7 +43,9 @@ def metrics(path):
 
 def test_fully_async(work):
     run("fully_async", work, "--over-sampling-batch-size", "6")
-    assert len(metrics(work / "fully_async" / "run")) == 2
+    lines = metrics(work / "fully_async" / "run")
+    assert len(lines) == 2 and all("rollout/fully_async/running_groups" in line for line in lines)
+    assert max(line["rollout/staleness/max"] for line in lines) <= 2  # its --max-weight-staleness
 
 
 def test_eval_multi_task(work):
@@ -65,6 +67,12 @@ def test_true_on_policy(work):
 @pytest.mark.parametrize("name", ["retool", "search_r1", "multi_agent"])
 def test_multi_turn(work, name):
     run(name, work)
-    assert len(metrics(work / name / "run")) == 2
-    samples = read_jsonl(work / name / "run" / "samples" / "rollout_000001.jsonl")
-    assert samples and json.dumps(samples[0])
+    path = work / name / "run"
+    lines = metrics(path)
+    assert len(lines) == 2
+    assert min(line["multi_turn/multi_turn_metric/round_number_min"] for line in lines) >= 1
+    counts = [Counter(line["sample_indices"]) for line in read_jsonl(path / "trained.jsonl")]
+    assert [sorted(count) for count in counts] == [list(range(16)), list(range(16, 32))]
+    # Each trajectory of the agents is at least the solver's conversation and the checker's.
+    pieces = [number for count in counts for number in count.values()]
+    assert min(pieces) >= 2 if name == "multi_agent" else set(pieces) == {1}
