@@ -67,10 +67,11 @@ class HealthMonitor:
         if probe is None:
             grace_is_over = now - engine.started_at >= args.rollout_health_check_first_wait
             due = now - engine.probed_at >= args.rollout_health_check_interval
-            ready = engine.state is State.SERVING and not engine.released
-            if phase in PATHS and ready and grace_is_over and due:
+            if phase in PATHS and not engine.released and grace_is_over and due:
+                # One that waits for weights is paused while it gets them.
+                path = PATHS[phase if engine.state is State.SERVING else Phase.UPDATING]
                 engine.probed_at = now
-                engine.probe = engine.actor.health.remote(args.rollout_health_check_timeout, PATHS[phase])
+                engine.probe = engine.actor.health.remote(args.rollout_health_check_timeout, path)
         elif ray.wait([probe], timeout=0)[0]:
             engine.probe = None
             try:

@@ -87,6 +87,8 @@ def test_ctrl_c_while_the_loop_is_imported(setup):
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'ray':\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
+        # A shell that started the tests in the background has Ctrl-C ignored, and this process inherits it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "sys.meta_path.insert(0, Finder())\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

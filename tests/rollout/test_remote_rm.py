@@ -98,8 +98,8 @@ async def test_tries_are_spaced_further_and_further():
     judge._next_fault = lambda response: (times.append(time.monotonic()), original(response))[1]
     async with judge.running() as url:
         assert await async_rm(remote_args(url), sample_of("r")) == 0.5
-    gaps = [b - a for a, b in pairwise(times)]
-    assert gaps == sorted(gaps) and gaps[-1] > 4 * gaps[0] > 0.1
+    # A pause is never shorter than planned; how much longer it gets is up to the machine.
+    assert [gap >= pause for (a, b), pause in zip(pairwise(times), (0.1, 0.2, 0.4, 0.8)) if (gap := b - a)] == [True] * 4
 
 
 @pytest.mark.parametrize(
