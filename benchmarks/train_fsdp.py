@@ -75,6 +75,9 @@ def save_model(path: str, shape: str, tokens: int, device: str) -> None:
     """A random Qwen3 checkpoint of that shape, made on `device`: billions of random numbers take long on a CPU."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from slime.quickstart.tokenizer import train_tokenizer
+
+    train_tokenizer(["one two three"]).save_pretrained(path)
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPES[shape], max_position_embeddings=max(tokens, 4096), tie_word_embeddings=True)
     with torch.device(device):

@@ -6,6 +6,9 @@ import torch
 
 KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
 
+MAX_EXPONENT = 80.0
+"""exp of more is near the end of fp32, and of 89 infinite: what is clipped anyway must not have a gradient 0 * inf."""
+
 
 def approx_kl(
     log_probs: torch.Tensor,
@@ -29,8 +32,10 @@ def approx_kl(
         kl = x
     elif kind == "k2":
         kl = x.square() / 2
-    elif kind in ("k3", "low_var_kl"):
+    elif kind == "k3":
         kl = torch.exp(-x) - 1 + x
+    elif kind == "low_var_kl":
+        kl = torch.exp((-x).clamp(max=MAX_EXPONENT)) - 1 + x
     else:
         raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_KINDS)}")
     if importance_ratio is not None:

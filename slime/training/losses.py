@@ -12,7 +12,7 @@ import torch
 
 from slime.training.batch import MicroBatch
 from slime.training.corrections import opsm_dropped, vanilla_tis_function
-from slime.training.kl import approx_kl
+from slime.training.kl import MAX_EXPONENT, approx_kl
 from slime.training.reducers import Reducer
 
 LossOutput = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -52,11 +52,11 @@ def clipped_policy_loss(
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) per token, and where the clip is active (0 / 1).
 
     Args:
-        log_ratio: old - current log-prob, so rho = exp(-log_ratio).
+        log_ratio: old - current log-prob, so rho = exp(-log_ratio), or exp(MAX_EXPONENT) where that is less.
         eps_clip_high: upper bound 1 + eps_clip_high (clip-higher, arXiv 2503.14476).
         eps_clip_c: dual clip (arXiv 1912.09729, eq. 5): the loss of a negative advantage is at most -eps_clip_c * A.
     """
-    ratio = torch.exp(-log_ratio)
+    ratio = torch.exp((-log_ratio).clamp(max=MAX_EXPONENT))
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
     loss = torch.maximum(unclipped, clipped)
@@ -120,8 +120,8 @@ def compute_policy_loss(
             pg, loss_masks = corrected, modified
     if args.use_kl_loss:
         ref = torch.where(mask, _required(mb.ref_log_probs, "ref_log_probs"), log_probs_R.detach())
-        ratio = torch.exp(torch.where(mask, log_probs_R - old, 0.0)) if args.use_unbiased_kl else None
-        metrics["kl_loss"] = approx_kl(log_probs_R, ref, args.kl_loss_type, ratio)
+        rho = torch.exp(torch.where(mask, log_probs_R - old, 0.0).clamp(max=MAX_EXPONENT))
+        metrics["kl_loss"] = approx_kl(log_probs_R, ref, args.kl_loss_type, rho if args.use_unbiased_kl else None)
     if mb.opd_reverse_kl is not None:
         metrics["opd_reverse_kl"] = mb.opd_reverse_kl
     if mb.rollout_log_probs is not None:

@@ -76,7 +76,7 @@ def test_bits_of_trainer_and_engine(tmp_path, device):
         batch = sampled(server.wait())
     finally:
         server.stop()
-    several_steps = ["--num-steps-per-rollout", "2", "--gradient-checkpointing"]
+    several_steps = ["--num-steps-per-rollout", "2", "--use-rollout-logprobs", "--gradient-checkpointing"]
     worlds = [(1, []), (1, several_steps)]
     if device == "cpu":
         worlds.append((2, ["--context-parallel-size", "2"]))

@@ -196,6 +196,27 @@ def test_masked_positions_may_hold_anything(name):
     assert all(torch.equal(a, b) for a, b in zip(grads, want_grads, strict=True))
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"eps_clip_c": 3.0}, {"advantage_estimator": "gspo"}, {"advantage_estimator": "cispo"}]
+)
+@pytest.mark.parametrize("kind", ["k1", "k2", "low_var_kl"])
+def test_gradients_stay_finite_where_exp_overflows_in_fp32(changes, kind):
+    """A policy 100 nats away from the old one and the reference; where a term is clipped its gradient is 0."""
+    batch = {**random_batch(2, samples=3, fan_out=False), "response_lengths": [3, 3, 3], "loss_masks": [[1, 1, 1]] * 3}
+    batch |= {"tokens": [[1, 2, 3, 4]] * 3, "total_lengths": [4] * 3, "rollout_log_probs": [[-1.0] * 3] * 3}
+    far = [torch.full((3,), value) for value in (-101.0, -1.0, -101.0)]
+    columns = {"log_probs": far, "ref_log_probs": far, "advantages": [torch.tensor([1.0, -1.0, 0.0])] * 3}
+    mb = rank_data(batch, columns)[0].micro_batch(0, 0)
+    for unbiased in (False, True):
+        pi = torch.tensor([-1.0, -101.0, -1.0]).repeat_interleave(3).requires_grad_()
+        args = make_args(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kind, use_unbiased_kl=unbiased, **changes)
+        loss, _ = compute_loss(args, mb, pi, torch.zeros_like(pi), make_reducer(mb, False))
+        loss.backward()
+        assert pi.grad.isfinite().all()
+        if kind == "low_var_kl" and not unbiased and changes.get("advantage_estimator") is None:
+            assert pi.grad[0] == 0, "both terms are clipped"
+
+
 def test_wholly_masked_batch_has_zero_loss_and_gradient():
     problem = Problem(seed=1)
     problem.batch["loss_masks"] = [[0] * n for n in problem.batch["response_lengths"]]

@@ -168,7 +168,8 @@ class PolicyRole(Trainer):
         if args.custom_advantage_function_path or args.rollout_data_postprocess_path:
             return False
         # The mismatch is measured between the engine and the weights before the update.
-        return len(data.steps) == 1 or (args.use_rollout_logprobs and not args.get_mismatch_metrics)
+        measured = args.get_mismatch_metrics or args.true_on_policy_mode
+        return len(data.steps) == 1 or (args.use_rollout_logprobs and not measured)
 
     def _gives_old_log_probs(self, data: RankData) -> bool:
         """Whether the log-probs of training are those of the old policy, which nothing has computed before."""
