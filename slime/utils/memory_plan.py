@@ -182,7 +182,8 @@ def trainer_states(size: ModelSize, args: Namespace) -> dict[str, float]:
 
 
 def _megatron_states(size: ModelSize, args: Namespace, world: int) -> dict[str, float]:
-    """The distributed optimizer shards the fp32 copy and the moments over the data-parallel ranks."""
+    """The distributed optimizer shards the fp32 copy and the moments over the data-parallel ranks; the copy stays on
+    the GPU when the moments are in host memory."""
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     experts = (
         args.expert_model_parallel_size
@@ -193,10 +194,11 @@ def _megatron_states(size: ModelSize, args: Namespace, world: int) -> dict[str, 
     routed = size.expert_params / experts
     sharded = dense / (world / model) + routed / max(1.0, world / experts)
     local, compute = dense + routed, BYTES[args.dtype]
+    moments = 0 if args.optimizer_cpu_offload or args.optimizer == "cpu_adam" else 8
     return {
         "parameters": compute * local,
         "gradients": 4 * local,
-        "optimizer": (8 + (4 if compute < 4 else 0)) * sharded if args.optimizer != "cpu_adam" else 0.0,
+        "optimizer": (moments + (4 if compute < 4 else 0)) * sharded,
     }
 
 

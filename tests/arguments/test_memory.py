@@ -128,6 +128,9 @@ def test_states_of_megatron(load):
     args.train_backend, args.tensor_model_parallel_size = "megatron", 2
     parts, params = phases(args)["training"].parts, 596_049_920
     assert [parts[name] for name in ("parameters", "gradients", "optimizer")] == [params, 2 * params, 3 * params]
+    for args.optimizer, args.optimizer_cpu_offload in (("cpu_adam", False), ("adam", True)):
+        parts = phases(args)["training"].parts
+        assert parts["optimizer"] == params  # 4 bytes of a quarter of them: the fp32 copy stays on the GPU
 
 
 def test_engines_of_their_own(load):

@@ -22,6 +22,8 @@ from slime.utils.memory_plan import (
 )
 from slime.utils.served_models import ServedModel, engine_args, policy_model
 
+HOST_STATES = {"fsdp": "--optimizer cpu_adam, --fsdp-cpu-offload", "megatron": "--optimizer-cpu-offload"}
+
 
 @functools.cache
 def gpu_memory() -> int | None:
@@ -87,7 +89,7 @@ def check_on(args: Namespace, gpu_bytes: int, problems: Problems) -> None:
                 args.actor_num_gpus_per_node,
                 f"{phase.name} needs {parts} = {phase.at_least / GIB:.1f} GiB on a GPU of {gpu_bytes / GIB:.1f}, "
                 "without activations",
-                "train on more GPUs, or keep states in host memory (--optimizer cpu_adam, --fsdp-cpu-offload)",
+                f"train on more GPUs, or keep states in host memory ({HOST_STATES[args.train_backend]})",
             )
             return
 
