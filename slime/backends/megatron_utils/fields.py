@@ -123,7 +123,7 @@ REFUSED: dict[str, str] = {
     "moe_z_loss_coeff": "the router has no losses of its own",
     "moe_router_topk_limited_devices": "is Megatron's old name of --moe-router-group-topk",
     "pipeline_model_parallel_layout": "stages of consecutive layers are built alone",
-    "microbatch_group_size_per_vp_stage": "chunks of a stage take turns after as many micro-batches as there are stages",
+    "microbatch_group_size_per_vp_stage": "chunks take turns after as many micro-batches as there are stages",
     "moe_token_dropping": "dropped tokens would make training and generation differ",
     "moe_expert_capacity_factor": "dropped tokens would make training and generation differ",
     "moe_pad_expert_input_to_capacity": "dropped tokens would make training and generation differ",

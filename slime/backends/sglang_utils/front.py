@@ -11,7 +11,7 @@ The rules, each seen with a stock release:
 - A weight payload that is no list of tensors, or with a tensor of another shape, ends the scheduler: refused.
 
 It also evens out releases: all speak the API of the newest (`compat.Release` knows what is missing). A request that
-nothing concerns passes through unchanged; only the token ids of /generate are looked at.
+nothing concerns passes through unchanged; only token ids and the names of sampling parameters are looked at.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class Front:
         body = await read(receive)
         if scope["path"] == "/generate":
             self._check_request(body)
+        elif scope["path"] == "/v1/completions":
+            self._check_completion(body)
         self._refuse_unless_serving()
         while not self._serving.is_set():
             await self._serving.wait()
@@ -180,37 +182,35 @@ class Front:
             raise Refused(reason, status=503)
 
     def _check_request(self, body: bytes) -> None:
-        try:
-            request = orjson.loads(body)
-        except ValueError:
-            return  # SGLang's own answer is right
-        if not isinstance(request, dict):
-            return
-        self._check_token_ids(request.get("input_ids"))
+        request = _object_in(body)
+        self._check_token_ids("input_ids", request.get("input_ids"))
         given = request.get("sampling_params")
         for params in given if isinstance(given, list) else [given]:
             unknown = sorted(set(params) - self.sampling_fields) if isinstance(params, dict) else []
             if unknown:
                 raise Refused(f"sampling_params: unknown field {unknown[0]!r}")
 
-    def _check_token_ids(self, ids: Any) -> None:
+    def _check_completion(self, body: bytes) -> None:
+        """OpenAI's prompts are texts, or token ids."""
+        prompt = _object_in(body).get("prompt")
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
+            self._check_token_ids("prompt", prompt)
+
+    def _check_token_ids(self, field: str, ids: Any) -> None:
         if not ids or not isinstance(ids, list):
             return
         for prompt in ids if isinstance(ids[0], list) else [ids]:
             if not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
-                raise Refused("input_ids must be a non-empty list of integers, or a list of such lists")
+                raise Refused(f"{field} must be a non-empty list of integers, or a list of such lists")
             low, high = min(prompt), max(prompt)
             if low < 0 or (self.vocab_size is not None and high >= self.vocab_size):
                 bad = low if low < 0 else high
-                raise Refused(f"input_ids: token id {bad} is outside the vocabulary of {self.vocab_size}")
+                raise Refused(f"{field}: token id {bad} is outside the vocabulary of {self.vocab_size}")
 
     def _with_cache_key(self, body: bytes) -> bytes:
         """The request, unable to use the prefix cache of weights that are gone."""
-        try:
-            request = orjson.loads(body)
-        except ValueError:
-            return body
-        if not isinstance(request, dict):
+        request = _object_in(body)
+        if not request:
             return body
         mark = f"weights-{self.cache_key}:"
         own = request.get("extra_key")
@@ -398,6 +398,15 @@ class Front:
     async def weight_version(self, scope: dict[str, Any], send: Send) -> None:
         _, info = await Call(self.app, scope, b"").inside("GET", "/get_model_info")
         await respond(send, 200, {"weight_version": orjson.loads(info)["weight_version"]})
+
+
+def _object_in(body: bytes) -> dict[str, Any]:
+    """A request's fields; none where the body is no JSON object, about which SGLang's own answer is right."""
+    try:
+        request = orjson.loads(body)
+    except ValueError:
+        return {}
+    return request if isinstance(request, dict) else {}
 
 
 def _tags(call: Call) -> list[str]:
