@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import ray
+
 from slime.ray.server_process import ServerError, ServerProcess, http_json
 from slime.router import sglang
 from slime.utils.served_models import ServedModel, model_url, policy_model
@@ -59,10 +61,16 @@ class RouterProcess:
             return self.url
         own = args.use_slime_router or sglang.find_python(args.sglang_router_env) is None
         command = self._own_command(port) if own else self._sglang_command(port)
-        self.process = ServerProcess(self.name, command, self.log_file, "127.0.0.1")
+        self.process = ServerProcess(self.name, command, self.log_file, self._host())
         self.process.wait_until_healthy(timeout=STARTUP_TIMEOUT_SECS)
         self._announce(self.process.host, self.process.port)
         return self.url
+
+    def _host(self) -> str:
+        """Where it listens: the loopback, unless requests come from other nodes, too."""
+        if not self.args.use_distributed_post or len(ray.nodes()) == 1:
+            return "127.0.0.1"
+        return ray.util.get_node_ip_address()
 
     def _announce(self, host: str, port: int) -> None:
         if self.of_policy:
@@ -76,7 +84,7 @@ class RouterProcess:
     def _own_command(self, port: int) -> list[str]:
         args = self.args
         timeout = args.slime_router_timeout or args.sglang_router_request_timeout_secs
-        command = [sys.executable, "-m", "slime.router.server", "--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-m", "slime.router.server", "--host", self._host(), "--port", str(port)]
         command += ["--request-timeout-secs", str(timeout)]
         command += ["--queue-timeout-secs", str(timeout if args.use_fault_tolerance else QUEUE_TIMEOUT_SECS)]
         command += ["--health-check-failure-threshold", str(args.slime_router_health_check_failure_threshold)]
@@ -90,7 +98,8 @@ class RouterProcess:
     def _sglang_command(self, port: int) -> list[str]:
         args = self.args
         python = sglang.find_python(args.sglang_router_env)
-        command = [sys.executable, "-m", "slime.router.sglang", "--python", python, "--port", str(port)]
+        command = [sys.executable, "-m", "slime.router.sglang", "--python", python]
+        command += ["--host", self._host(), "--port", str(port)]
         flags = sglang.options(args)
         if self.model.is_disaggregated:
             flags += ["--pd-disaggregation"]

@@ -88,6 +88,20 @@ def test_registered_engines_answer(engine, tiny_model_dir, tmp_path, flags):
         router.close()
 
 
+def test_other_nodes_reach_it_where_they_send_requests(engine, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("ray.nodes", lambda: [{}, {}])
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.2")
+    for flags, host in (((), "127.0.0.1"), (("--use-distributed-post",), "127.0.0.2")):
+        args = arguments(tiny_model_dir, tmp_path, "--use-slime-router", *flags)
+        router = RouterProcess(args, tmp_path / "router.log", args.served_models[0])
+        try:
+            assert router.start().startswith(f"http://{host}:")
+            router.add(engine.url)
+            assert http_json("POST", router.url + "/generate", PAYLOAD)["meta_info"]["completion_tokens"] > 0
+        finally:
+            router.close()
+
+
 @pytest.mark.skipif(not SGLANG_ROUTER_ENV, reason="SLIME_TEST_SGLANG_ROUTER_ENV is not set")
 def test_a_request_goes_to_a_prefill_and_a_decode_server(tiny_model_dir, tmp_path):
     """Both get it, with the place where they meet."""
