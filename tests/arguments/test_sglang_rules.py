@@ -37,6 +37,17 @@ def test_deterministic_inference_of_sglang_needs_a_gpu(setup, one_error):
     assert "needs a GPU" in refusal and "--rollout-engine embedded" in refusal
 
 
+def test_stages_of_an_engine_take_no_weights_over_a_process_group(setup, one_error):
+    if "--sglang-pp-size" not in _flags():
+        pytest.skip("the flag comes with SGLang")
+    stages = (*SGLANG, "--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2")
+    alone = ("--rollout-num-gpus", "2")
+    assert "--sglang-pp-size 2: cannot take weights" in one_error(*stages, *alone, colocate=False)
+    disk = ("--update-weight-transport", "disk", "--update-weight-disk-dir", str(setup.root / "disk"))
+    for flags, colocate in ((alone + disk, False), ((), True)):
+        assert setup.load(*stages, *flags, colocate=colocate).sglang_pp_size == 2
+
+
 def _flags() -> set[str]:
     from slime.arguments.parser import SERVER_FLAGS
 

@@ -78,6 +78,10 @@ def _check_size(args: Namespace, size: int, problems: Problems) -> None:
     pipeline = vars(args).get("sglang_pp_size") or 1
     if size % pipeline:
         problems.add("--rollout-num-gpus-per-engine", size, f"must be a multiple of --sglang-pp-size {pipeline}")
+    by_group = args.update_weight_transport == "nccl" and args.lora_sync == "merged"
+    if pipeline > 1 and by_group and not (args.colocate or args.debug_rollout_only or args.debug_train_only):
+        rule = "cannot take weights over a process group: SGLang gives all stages the same places in it"
+        problems.add("--sglang-pp-size", pipeline, rule, "leave it out, or add --update-weight-transport disk")
     data_parallel = vars(args).get("sglang_dp_size") or 1
     attention = vars(args).get("sglang_enable_dp_attention") or (vars(args).get("sglang_attn_dp_size") or 1) > 1
     if data_parallel > 1 and not attention:
