@@ -1,12 +1,15 @@
 """Speed metrics against the formula by hand."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from slime.backends.common.critic import CriticRole
 from slime.backends.common.metrics import model_flops, speed_metrics
+from slime.observability.timer import Timer
 
 pytestmark = pytest.mark.unit
 CONFIG = {
@@ -56,3 +59,16 @@ def test_an_unusual_architecture_has_no_tflops(tmp_path, alone):
     assert "perf/actor_train_tflops" not in speed_metrics(
         times, "actor", str(tmp_path), [3], alone, torch.device("cpu")
     )
+
+
+def test_a_critic_s_training_is_its_optimizer_steps(tmp_path, alone):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    critic = CriticRole.__new__(CriticRole)
+    critic.args, critic.role, critic.dp_group = Namespace(hf_checkpoint=str(tmp_path)), "critic", alone
+    critic.device, critic._peak_tflops, critic.timer = torch.device("cpu"), None, Timer()
+    for name, seconds in (("train_wait", 3.0), ("values", 0.25), ("critic_train", 0.5), ("train", 1.0)):
+        critic.timer.add(name, seconds)
+    metrics = critic._perf_metrics({"total_lengths": [3, 5]})
+    assert metrics["perf/critic_train_time"] == 0.5 and metrics["perf/critic_train_tok_per_s"] == 16.0
+    assert metrics["perf/critic_values_time"] == 0.25 and metrics["perf/critic_step_time"] == 4.0
+    assert all("critic" in name for name in metrics)

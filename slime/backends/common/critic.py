@@ -40,8 +40,10 @@ class CriticRole(Trainer):
         return self._computed
 
     def _perf_metrics(self, data: RankData) -> dict[str, float]:
-        """The policy's names stay the policy's."""
+        """The policy's names stay the policy's; `perf/critic_train_time` is that of the optimizer steps."""
+        metrics = super()._perf_metrics(data)
+        del metrics["perf/train_time"]
         return {
             name if "critic" in name else name.replace("perf/", "perf/critic_"): value
-            for name, value in super()._perf_metrics(data).items()
+            for name, value in metrics.items()
         }
