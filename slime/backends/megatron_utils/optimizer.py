@@ -120,9 +120,11 @@ class Optimizer:
         return {"grad_norm": norm, "lr-pg_0": lr, "lr-pg_1": lr, "skipped_steps": float(skipped)}
 
     def reset_state(self) -> None:
-        """Forget the moments and AdamW's bias correction, not the schedule."""
+        """Forget the moments and AdamW's bias correction, not the schedule; in place, as offloading wants it."""
         for torch_optimizer in self.torch_optimizers():
-            torch_optimizer.state.clear()
+            for state in torch_optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
 
     def create_moments(self) -> None:
         """AdamW's state as its first step would make it, so that a checkpoint can be read into it."""
