@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from slime.backends.megatron_utils import compat
-from slime.backends.megatron_utils.architecture import Architecture, UnsupportedModelError, read_architecture
+from slime.backends.megatron_utils.architecture import (
+    Architecture,
+    UnsupportedModelError,
+    read_architecture,
+    refuse_quantised,
+)
 from slime.backends.megatron_utils.hf_export import SHARD_BYTES, draft_layer_names
 
 
@@ -48,6 +54,7 @@ def _model_without_memory(
 def hf_to_torch_dist(hf_checkpoint: str, save: str, dtype: torch.dtype) -> None:
     """Write the weights as a checkpoint of rollout 0 under `save`, for --ref-load, or --load with --finetune."""
     architecture = read_architecture(hf_checkpoint)
+    refuse_quantised(hf_checkpoint)
     with _model_without_memory(architecture, dtype, bool(draft_layer_names(hf_checkpoint))) as model:
         from slime.backends.common.checkpoint import Progress
         from slime.backends.megatron_utils.checkpoint import save_checkpoint
@@ -72,6 +79,7 @@ def torch_dist_to_hf(
 ) -> None:
     """Write the weights of one iteration's directory with config, tokenizer and names of `origin_hf_dir`."""
     architecture = read_architecture(origin_hf_dir)
+    refuse_quantised(origin_hf_dir)  # its config.json would be the output's
     stored = FileSystemReader(input_dir).read_metadata().state_dict_metadata
     with_drafts = any(name.startswith("mtp.") for name in stored)
     with _model_without_memory(architecture, dtype, with_drafts) as model:
@@ -83,16 +91,33 @@ def torch_dist_to_hf(
 
 
 def main_to_torch_dist(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Hugging Face directory -> Megatron torch_dist checkpoint")
+    parser = argparse.ArgumentParser(
+        description="Hugging Face directory -> Megatron torch_dist checkpoint",
+        epilog="Architecture flags under Megatron's names (scripts/models/*.sh) may be given, too: they are compared "
+        "with the checkpoint.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face directory to read")
     parser.add_argument("--save", required=True, help="checkpoint directory to write")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    args = parser.parse_args(argv)
+    args, described = parser.parse_known_args(argv)
+    _refuse_several_processes(parser)
+    from slime.arguments.problems import ConfigError
+    from slime.arguments.validation.megatron import check_model_flags
+
     try:
+        check_model_flags(args.hf_checkpoint, described)
         hf_to_torch_dist(args.hf_checkpoint, args.save, getattr(torch, args.dtype))
+    except ConfigError as error:
+        parser.error(str(error).strip())
     except (FileNotFoundError, KeyError, UnsupportedModelError) as error:
         parser.error(f"--hf-checkpoint {args.hf_checkpoint}: {error}")
     return 0
+
+
+def _refuse_several_processes(parser: argparse.ArgumentParser) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("one process converts, whatever the model's size: start it with python, not with torchrun")
 
 
 def main_to_hf(argv: list[str] | None = None) -> int:
@@ -102,14 +127,19 @@ def main_to_hf(argv: list[str] | None = None) -> int:
     parser.add_argument("--origin-hf-dir", required=True, help="where config, tokenizer and names come from")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--chunk-size", type=int, default=SHARD_BYTES, help="bytes per file (and of memory) at most")
+    parser.add_argument("--vocab-size", type=int, help="of the origin; what pads it is left out in any case")
     parser.add_argument("--force", action="store_true", help="replace the output directory")
     args = parser.parse_args(argv)
+    _refuse_several_processes(parser)
     if Path(args.output_dir).exists() and not args.force:
         parser.error(f"--output-dir {args.output_dir} exists: name a new directory or add --force")
     if not (Path(args.input_dir) / "metadata.json").is_file():
         parser.error(f"--input-dir {args.input_dir} holds no torch_dist checkpoint: give SAVE/iter_0000012")
     dtype = getattr(torch, args.dtype)
     try:
+        vocab_size = read_architecture(args.origin_hf_dir).vocab_size
+        if args.vocab_size not in (None, vocab_size):
+            parser.error(f"--vocab-size {args.vocab_size}: --origin-hf-dir {args.origin_hf_dir} has {vocab_size}")
         torch_dist_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, dtype, args.chunk_size)
     except (FileNotFoundError, UnsupportedModelError) as error:
         parser.error(f"--origin-hf-dir {args.origin_hf_dir}: {error}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from slime.backends.megatron_utils.architecture import Architecture
+from slime.backends.megatron_utils.architecture import Architecture, refuse_quantised
 from slime.backends.megatron_utils.hf_files import HFTensors
 from slime.backends.megatron_utils.layouts import Layout, Replicated, layouts_of
 from slime.backends.megatron_utils.name_maps import BLOCK, DRAFT_LAYERS, EXPERT, LAYER, NAME_MAPS, VALUE_HEAD, Rule
@@ -116,8 +116,12 @@ def load_hf(chunks: Sequence[nn.Module], architecture: Architecture, path: str) 
 
     Raises:
         KeyError: the checkpoint lacks a tensor.
-        ValueError: a tensor has another shape than the model's.
+        ValueError: a tensor has another shape than the model's, or the checkpoint is quantised.
     """
+    try:
+        refuse_quantised(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     names = NameMap(architecture)
     with HFTensors(path) as checkpoint:
         for name, tensor in global_tensors(chunks).items():

@@ -105,6 +105,17 @@ def test_rules_of_ranks(tmp_path, flags, named):
     assert named in problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split())
 
 
+@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--ref-load"])
+def test_quantised_weights_are_not_taken_for_weights(tmp_path, flag):
+    config = CONFIGS["qwen3-4B"]
+    quantised = tmp_path / "fp8"
+    quantised.mkdir()
+    for path, changes in ((quantised, {"quantization_config": {"quant_method": "fp8"}}), (tmp_path, {})):
+        assert problems(path, config | changes) == "" or path == quantised
+    refusal = problems(tmp_path, config, flag, str(quantised))
+    assert f"{flag} {quantised}: its weights are quantised" in refusal and "fp8-to-bf16" in refusal
+
+
 def test_latent_attention_must_come_out_even(tmp_path):
     flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert not problems(tmp_path, CONFIGS["moonlight-16B-A3B"], *flags)

@@ -1,5 +1,6 @@
 """Conversion as users run it: there and back again is the checkpoint, bit for bit, in little memory."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from slime.backends.megatron_utils.hf_files import INDEX, HFTensors
 from slime.convert import COMMANDS, main
 from tests.backends import trainers
 from tests.backends.megatron.families import CASES, save_family
+from tests.backends.megatron.published import CONFIGS
+from tests.backends.megatron.test_architecture import script_words
 from tests.backends.megatron.test_drafts import save_mimo
 from tests.tiny_model import save_tiny_model
 
@@ -129,6 +132,39 @@ def test_mistakes_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["torch-dist-to-hf", *flags])
     assert "holds no torch_dist checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("shape", "changes", "named"),
+    [
+        ("qwen3-4B", {}, "has neither model.safetensors"),  # all else is right
+        ("qwen3-8B", {}, "--hidden-size 4096: contradicts --hf-checkpoint"),
+        ("qwen3-4B --hiden-size 2560", {}, "did you mean --hidden-size?"),
+        ("qwen3-4B", {"quantization_config": {"quant_method": "fp8"}}, "slime convert fp8-to-bf16"),
+    ],
+)
+def test_model_flags_are_compared_with_the_checkpoint(tmp_path, capsys, shape, changes, named):
+    """`tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint ... --save ...`"""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-4B"] | changes))
+    name, *more = shape.split()
+    flags = [*script_words(name), *more, "--hf-checkpoint", str(tmp_path), "--save", str(tmp_path / "x")]
+    with pytest.raises(SystemExit):
+        main(["hf-to-torch-dist", *flags])
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.unit
+def test_only_what_can_be_right_is_converted_back(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-4B"]))
+    (tmp_path / "metadata.json").write_text("{}")
+    flags = ["--input-dir", str(tmp_path), "--output-dir", str(tmp_path / "x"), "--origin-hf-dir", str(tmp_path)]
+    for more, world_size, named in ((["--vocab-size", "7"], "1", "has 151936"), ([], "2", "not with torchrun")):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(SystemExit):
+            main(["torch-dist-to-hf", *flags, *more])
+        assert named in capsys.readouterr().err
 
 
 def fsdp_checkpoint(rank, world_size, port, path, save):
