@@ -86,6 +86,7 @@ def slime_args(options: Namespace, model: str, run_dir: str) -> Namespace:
     flags += ["--num-gpus-per-node", str(gpus), "--rollout-num-gpus-per-engine", str(options.engine_gpus)]
     flags += ["--colocate"] if options.colocate else ["--rollout-num-gpus", str(engines)]
     flags += ["--num-rollout", "1", "--rollout-batch-size", "8", "--prompt-data", f"{model}/prompts.jsonl"]
+    flags += ["--rm-type", "math"]
     if options.engine == "sglang":
         flags += ["--sglang-load-format", "dummy"]
     return parse_args([*flags, *options.flags])
