@@ -36,6 +36,15 @@ class TestAlgorithm:
         assert "is not a directory" in one_error(*words, "--ref-load", "/nowhere")
         assert setup.load(*words, "--ref-load", setup.model).ref_load == setup.model
 
+    @pytest.mark.parametrize(
+        ("words", "warns"),
+        [([], True), (["--advantage-estimator", "reinforce_plus_plus", "--normalize-advantages"], False)],
+    )
+    def test_kl_in_rewards_that_have_none(self, setup, caplog, words, warns):
+        with caplog.at_level(logging.WARNING):
+            setup.load("--kl-coef", "0.1", "--ref-load", setup.model, *words)
+        assert ("--kl-coef 0.1 changes nothing with --advantage-estimator grpo" in caplog.text) is warns
+
     def test_custom_loss(self, setup, one_error, monkeypatch):
         setup.write("my_loss.py", "def loss(args, batch, logits, reduce): ...\n")
         monkeypatch.syspath_prepend(str(setup.root))

@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 TEACHER_HOOK = "slime.rollout.teacher.teacher_log_probs"
 _GROUP_RELATIVE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+_WITHOUT_KL = ("grpo", "gspo", "cispo", "on_policy_distillation")
 
 
 def complete(args: Namespace, problems: Problems) -> None:
@@ -128,6 +129,13 @@ def _check_kl(args: Namespace, problems: Problems) -> None:
         if given and not args.use_kl_loss:
             value = args.kl_loss_coef if flag == "--kl-loss-coef" else None
             problems.add(flag, value, "has no effect without --use-kl-loss", "add --use-kl-loss")
+    if args.kl_coef != 0 and args.advantage_estimator in _WITHOUT_KL and args.custom_advantage_function_path is None:
+        logger.warning(
+            "--kl-coef %s changes nothing with --advantage-estimator %s, whose advantages contain no KL (rollout/kl is "
+            "logged all the same): use --use-kl-loss with --kl-loss-coef for a penalty",
+            args.kl_coef,
+            args.advantage_estimator,
+        )
 
 
 def _complete_distillation(args: Namespace, problems: Problems) -> None:
