@@ -131,8 +131,8 @@ def _check_kl(args: Namespace, problems: Problems) -> None:
             problems.add(flag, value, "has no effect without --use-kl-loss", "add --use-kl-loss")
     if args.kl_coef != 0 and args.advantage_estimator in _WITHOUT_KL and args.custom_advantage_function_path is None:
         logger.warning(
-            "--kl-coef %s changes nothing with --advantage-estimator %s, whose advantages contain no KL (rollout/kl is "
-            "logged all the same): use --use-kl-loss with --kl-loss-coef for a penalty",
+            "--kl-coef %s changes nothing with --advantage-estimator %s, whose advantages contain no KL (rollout/kl "
+            "is logged all the same): use --use-kl-loss with --kl-loss-coef for a penalty",
             args.kl_coef,
             args.advantage_estimator,
         )
