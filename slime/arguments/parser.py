@@ -32,6 +32,7 @@ _NEGATIONS = {f"--no-{flag.name[2:]}": flag for flag in ALL_FLAGS if flag.action
 _OWN_NAMES = tuple(name for name, flag in (BY_NAME | _NEGATIONS).items() if flag in FLAGS)
 _PREFIXES = (engine.PREFIX, megatron.PREFIX)
 _ATTRIBUTE = re.compile(r"[A-Za-z_]\w*")
+NO_MEGATRON = "megatron-core is not installed, so its flags are not known here"
 COMPUTED = ("use_critic", "role_overrides", "eval_datasets", "served_models", "sglang_model_routers")
 """Attributes that validation adds; nobody may set them."""
 
@@ -168,20 +169,21 @@ def _report_unknown(unknown: list[str], problems: Problems) -> None:
 
 def unknown_flag(name: str) -> Problem:
     """Why `name` cannot be given: reserved, of an engine that is not there, or a typing mistake."""
-    dest = name.removeprefix("--").replace("-", "_")
-    if dest.startswith("sglang_") and dest.removeprefix("sglang_") in engine.OWNED_BY_SLIME:
-        instead = engine.OWNED_BY_SLIME[dest.removeprefix("sglang_")]
+    attribute = engine.attribute_of(name)
+    if attribute in engine.OWNED_BY_SLIME:
+        instead = engine.OWNED_BY_SLIME[attribute]
         return Problem(name, "slime sets this itself", f"use {instead}" if instead else "leave it out")
     if megatron.owned(name):
         return Problem(name, "slime sets this itself", megatron.owned(name))
+    if megatron.is_field(name) and not MEGATRON_FLAGS:
+        return Problem(name, NO_MEGATRON, megatron.INSTALL_MEGATRON)
     unread = name.startswith(engine.PREFIX) and not SERVER_FLAGS
     close = did_you_mean(name, cutoff=0.9 if unread or name.startswith(megatron.PREFIX) else 0.6)
     if not close and unread:
         rule = "SGLang is not installed, so its arguments are not known here"
         return Problem(name, rule, engine.INSTALL_SGLANG)
     if not close and name.startswith(megatron.PREFIX) and not MEGATRON_FLAGS:
-        rule = "megatron-core is not installed, so its flags are not known here"
-        return Problem(name, rule, megatron.INSTALL_MEGATRON)
+        return Problem(name, NO_MEGATRON, megatron.INSTALL_MEGATRON)
     return Problem(name, "unknown flag", f"did you mean {close}?" if close else "slime flags lists all flags")
 
 

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from slime.arguments import parser
 from slime.arguments.entry import config_to_yaml, load_args
 from slime.arguments.families import FLAGS
 from slime.arguments.problems import ConfigError
@@ -33,6 +34,16 @@ def test_unknown_flag_gets_a_suggestion(typo, meant, one_error):
 
 def test_flags_are_never_abbreviated(one_error):
     assert "did you mean --eval-interval?" in one_error("--eval-inter", "3")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--decoder-first-pipeline-num-layers", "--no-bias-swiglu-fusion", "--moe-layer-freq"]
+)
+def test_flags_of_megatron_where_it_is_not_installed(flag, monkeypatch):
+    monkeypatch.setattr(parser, "MEGATRON_FLAGS", ())
+    assert 'is not installed, so its flags are not known here\n    fix: pip install "slime[megatron]"' in str(
+        parser.unknown_flag(flag)
+    )
 
 
 def test_stray_words_are_named(setup):

@@ -37,6 +37,14 @@ def test_deterministic_inference_of_sglang_needs_a_gpu(setup, one_error):
     assert "needs a GPU" in refusal and "--rollout-engine embedded" in refusal
 
 
+@pytest.mark.parametrize("name", ["tp-size", "tp_size", "tensor-parallel-size"])
+def test_what_slime_sets_is_named_under_every_name_of_sglang(one_error, name):
+    if name.startswith("tensor") and not _flags():
+        pytest.skip("the name comes with SGLang")
+    refusal = one_error(*SGLANG, f"--sglang-{name}", "2")
+    assert "slime sets this itself\n    fix: use --rollout-num-gpus-per-engine" in refusal
+
+
 def test_stages_of_an_engine_take_no_weights_over_a_process_group(setup, one_error):
     if "--sglang-pp-size" not in _flags():
         pytest.skip("the flag comes with SGLang")

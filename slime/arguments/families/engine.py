@@ -143,6 +143,17 @@ def shared_server_flags() -> tuple[Flag, ...]:
     )
 
 
+def attribute_of(name: str) -> str | None:
+    """The server argument that `--sglang-...` means, under any of SGLang's names for it; None for other flags."""
+    name = "--" + name.lstrip("-").replace("_", "-")
+    if not name.startswith(PREFIX):
+        return None
+    from slime.backends.sglang_utils.arguments import server_flags
+
+    known = {spelling: flag.dest for flag in server_flags() for spelling in flag.names}
+    return known.get(name, name[2:].replace("-", "_")).removeprefix("sglang_")
+
+
 @functools.cache
 def server_family() -> Family | None:
     """All other server arguments of the installed SGLang; None when it is not installed."""

@@ -15,9 +15,9 @@ from slime.arguments.flag import (
     number,
     text,
 )
-from slime.backends.megatron_utils.fields import OWNED, owned
+from slime.backends.megatron_utils.fields import OWNED, is_field, owned
 
-__all__ = ("FAMILY", "INSTALL_MEGATRON", "PREFIX", "installed_families", "owned")
+__all__ = ("FAMILY", "INSTALL_MEGATRON", "PREFIX", "installed_families", "is_field", "owned")
 
 
 def megatron(name: str, type=text, default: Any = None, help: str = "", **fields) -> Flag:

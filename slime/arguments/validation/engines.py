@@ -40,7 +40,7 @@ def _check_embedded(args: Namespace, problems: Problems) -> None:
             "--rollout-num-gpus-per-engine",
             args.rollout_num_gpus_per_engine,
             f"not available yet: {pending.TENSOR_PARALLEL_ENGINE}",
-            "use 1; several engines share the load",
+            f"use 1; several engines share the load; or add --rollout-engine sglang ({INSTALL_SGLANG})",
         )
     for flag in SERVER_FLAGS:
         value = getattr(args, flag.dest)

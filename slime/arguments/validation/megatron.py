@@ -91,7 +91,8 @@ def complete(args: Namespace, problems: Problems) -> None:
             value = getattr(args, flag.dest)
             if flag.pending is None and value != flag.default:
                 shown = None if flag.is_bool else value
-                problems.add(flag.name, shown, f"has no effect with --train-backend {args.train_backend}")
+                rule = f"has no effect with --train-backend {args.train_backend}"
+                problems.add(flag.name, shown, rule, "leave it out, or add --train-backend megatron")
         return
     if not config_fields():
         problems.add("--train-backend", "megatron", "megatron-core is not installed", INSTALL_MEGATRON)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from slime.arguments.families.engine import OWNED_BY_SLIME, SHARED
+from slime.arguments.families.engine import OWNED_BY_SLIME, SHARED, attribute_of
 from slime.arguments.parser import BY_DEST, SERVER_FLAGS, unknown_flag
 from slime.arguments.problems import Problem, Problems, closest
 from slime.arguments.validation.model import check_weights, read_hf_config
@@ -232,7 +232,7 @@ class _Reader:
             dest = "sglang_" + str(key).replace("-", "_")
             shown = f"{FLAG} {self.path}: {where}.overrides.{key}"
             if dest not in shared and dest not in known:
-                reserved = dest.removeprefix("sglang_") in OWNED_BY_SLIME
+                reserved = attribute_of("--" + dest) in OWNED_BY_SLIME
                 problem = unknown_flag("--" + dest.replace("_", "-"))
                 rule = problem.rule if reserved or not SERVER_FLAGS else "is no server argument of SGLang"
                 self.problems.append(Problem(shown, rule, problem.fix))

@@ -171,6 +171,15 @@ def refusal(field: str) -> str | None:
 
 def owned(flag: str) -> str | None:
     """What to do instead of giving a flag that slime sets itself; None for others."""
+    return OWNED.get(_field_of(flag))
+
+
+def is_field(flag: str) -> bool:
+    """Whether the tables know it, also where no Megatron is installed."""
+    field = _field_of(flag)
+    return field in ALIASES or field in ARCHITECTURE or refusal(field) is not None
+
+
+def _field_of(flag: str) -> str:
     name = "--" + flag.removeprefix("--").removeprefix("no-")
-    field = next((field for field, names in ALIASES.items() if name in names), name[2:].replace("-", "_"))
-    return OWNED.get(field)
+    return next((field for field, names in ALIASES.items() if name in names), name[2:].replace("-", "_"))
