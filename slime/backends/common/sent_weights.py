@@ -24,6 +24,8 @@ class SentWeights:
 
     def remember(self, version: int, steps_done: int) -> None:
         """Keep what the model holds now, after `steps_done` optimizer steps, as `version`."""
+        if version in self._versions:
+            return  # sent once more, to an engine that came back
         if len(self._versions) == KEPT_VERSIONS:
             copy, _ = self._versions.pop(min(self._versions))
         else:
