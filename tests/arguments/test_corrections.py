@@ -63,3 +63,5 @@ def test_remote_teacher(setup, one_error):
 def test_nothing_of_this_works_on_other_losses(setup):
     message = setup.errors("--loss-type", "sft_loss", "--use-tis", "--use-opsm", "--get-mismatch-metrics")
     assert message.count("has no effect with --loss-type sft_loss") == 3
+    terms = ("--use-kl-loss", "--entropy-coef", "0.01", "--eps-clip-c", "3", "--ref-load", str(setup.model))
+    assert setup.errors("--loss-type", "sft_loss", *terms).count("has no effect with --loss-type sft_loss") == 3

@@ -8,6 +8,7 @@ from slime.arguments.parser import BY_DEST
 from slime.arguments.problems import Problems
 
 _OF_POLICY_LOSS = ("use_tis", "get_mismatch_metrics", "use_opsm", "custom_pg_loss_reducer_function_path")
+_OF_RL_LOSSES = ("use_kl_loss", "kl_coef", "entropy_coef", "eps_clip_c", "use_opd")
 _OF_TIS = ("tis_clip", "tis_clip_low", "custom_tis_function_path")
 _OF_MIS = ("mis_level", "mis_mode", "mis_upper_bound", "mis_lower_bound", "mis_veto_threshold")
 
@@ -17,6 +18,9 @@ def check(args: Namespace, problems: Problems) -> None:
     if args.loss_type != "policy_loss":
         fix = "use --loss-type policy_loss, or leave it out"
         _unused(args, _OF_POLICY_LOSS, f"has no effect with --loss-type {args.loss_type}", fix, problems)
+    if args.loss_type == "sft_loss":
+        rule = "has no effect with --loss-type sft_loss, the likelihood alone"
+        _unused(args, _OF_RL_LOSSES, rule, "use --loss-type policy_loss, or leave it out", problems)
     if not args.use_tis and not args.get_mismatch_metrics:
         _unused(args, _OF_TIS, "has no effect without --use-tis", "add --use-tis or --get-mismatch-metrics", problems)
     if args.custom_tis_function_path is None:
