@@ -61,6 +61,11 @@ DESCRIBED: dict[str, Callable[[Architecture], Any]] = {
     "v_head_dim": lambda a: a.get("v_head_dim"),
     "mtp_num_layers": lambda a: a.mtp_layers or None,
 }
+_ENDS = {
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+}
+_COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 # Switches: given, they say that the model has this; left out, nothing.
 SWITCHES: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
     "swiglu": ("--swiglu", lambda a: a["gated_linear_unit"]),
@@ -108,6 +113,9 @@ def complete(args: Namespace, problems: Problems) -> None:
             )
     if args.gradient_checkpointing and args.recompute_granularity is None:
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        logger.warning("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
+        args.sequence_parallel = False
     _check_recompute(args, problems)
     _check_given(args, problems)
     if args.hf_checkpoint is None or problems.concern("--hf-checkpoint"):
@@ -161,8 +169,13 @@ def _check_recompute(args: Namespace, problems: Problems) -> None:
             "needs --recompute-method and --recompute-num-layers",
             "add --recompute-method uniform --recompute-num-layers 1",
         )
-    elif args.recompute_granularity != "full" and args.recompute_method is not None:
-        problems.add("--recompute-method", args.recompute_method, "needs --recompute-granularity full")
+    elif args.recompute_granularity != "full":
+        for flag, value in (
+            ("--recompute-method", args.recompute_method),
+            ("--recompute-num-layers", args.recompute_num_layers),
+        ):
+            if value is not None:
+                problems.add(flag, value, "needs --recompute-granularity full", "add it, or leave this out")
 
 
 def _check_given(args: Namespace, problems: Problems) -> None:
@@ -270,7 +283,7 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
 
 def _check_cut(args: Namespace, architecture: Architecture, whose: str, problems: Problems) -> None:
     """Whether heads, ranks of latent attention and layers come out even."""
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tensor = args.tensor_model_parallel_size
     cut = {"key/value heads": architecture["num_query_groups"]}
     if architecture.get("multi_latent_attention"):
         cut = {
@@ -282,10 +295,30 @@ def _check_cut(args: Namespace, architecture: Architecture, whose: str, problems
     for name, count in cut.items():
         if count % tensor:
             problems.add("--tensor-model-parallel-size", tensor, f"must divide the {whose}'s {count} {name}")
-    layers, chunks = architecture["num_layers"], args.virtual_pipeline_model_parallel_size or 1
-    if layers % (pipeline * chunks) and not _uneven_stages(args):
+    _check_stages(args, architecture["num_layers"], whose, problems)
+
+
+def _check_stages(args: Namespace, layers: int, whose: str, problems: Problems) -> None:
+    """Stages share the layers evenly, but for a first and a last one of another length."""
+    pipeline, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    given = vars(args)
+    ends = {flag: given[field] for field, flag in _ENDS.items() if given.get(field) is not None}
+    others, counted = pipeline - len(ends), layers + sum(bool(given.get(field)) for field in _COUNTED_AS_LAYERS)
+    rest = counted - sum(ends.values())
+    even = rest == 0 if others == 0 else others > 0 and rest > 0 and rest % (others * chunks) == 0
+    if even and all(count > 0 and count % chunks == 0 for count in ends.values()):
+        return
+    if ends:
+        flag, count = next(iter(ends.items()))
+        rule = f"leaves {rest} of the {whose}'s {layers} layers to {others} other stages"
+        shared = (
+            f", of {chunks} chunks each: all must come out even" if chunks > 1 else ", which must share them evenly"
+        )
+        problems.add(flag, count, rule + shared)
+    else:
         by = f"x --virtual-pipeline-model-parallel-size {chunks} " if chunks > 1 else ""
-        problems.add("--pipeline-model-parallel-size", pipeline, f"{by}must divide the {whose}'s {layers} layers")
+        what = f"{layers} layers" if counted == layers else f"{layers} layers + {counted - layers} counted as such"
+        problems.add("--pipeline-model-parallel-size", pipeline, f"{by}must divide the {whose}'s {what}")
 
 
 def _complete_virtual_stages(args: Namespace, architecture: Architecture, problems: Problems) -> None:
@@ -308,17 +341,6 @@ def _complete_virtual_stages(args: Namespace, architecture: Architecture, proble
     if args.virtual_pipeline_model_parallel_size is not None and pipeline == 1:
         name = "--virtual-pipeline-model-parallel-size" if layers is None else flag
         problems.add(name, None, "has no effect without pipeline stages", "add --pipeline-model-parallel-size")
-
-
-def _uneven_stages(args: Namespace) -> bool:
-    """Whether flags give the first or last stage another number of layers; Megatron checks that they add up."""
-    fields = (
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    )
-    return any(vars(args).get(field) is not None for field in fields)
 
 
 def _check_experts(args: Namespace, experts: int, per_stage: int, problems: Problems) -> None:

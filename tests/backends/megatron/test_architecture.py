@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,20 @@ def script_words(name: str) -> list[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
 
 
-def problems(tmp_path, config: dict, *flags: str) -> str:
-    """What is wrong with these flags for a model with this config.json; empty if nothing."""
+def resolved(tmp_path, config: dict, *flags: str) -> Namespace:
+    """The arguments of these flags for a model with this config.json."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     argv = f"--hf-checkpoint {tmp_path} --device cpu --train-backend megatron --debug-train-only --num-rollout 1"
     argv += " --load-debug-rollout-data none_{rollout_id}.pt --rollout-batch-size 8 --actor-num-gpus-per-node 8"
+    return load_args([*argv.split(), *flags])
+
+
+def problems(tmp_path, config: dict, *flags: str) -> str:
+    """What is wrong with them; empty if nothing."""
     try:
-        load_args([*argv.split(), *flags])
+        resolved(tmp_path, config, *flags)
     except ConfigError as error:
         return str(error)
     return ""
@@ -95,6 +101,10 @@ def test_what_cannot_be_built_is_refused(changes, named):
         ("--expert-model-parallel-size 16", "8 GPUs of a pipeline stage"),
         ("--recompute-granularity full", "--recompute-method"),
         ("--recompute-method uniform", "--recompute-granularity full"),
+        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: needs"),
+        ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 10", "leaves 38 of the model's 48"),
+        ("--decoder-last-pipeline-num-layers 10", "leaves 38 of the model's 48 layers to 0 other stages"),
+        ("--pipeline-model-parallel-size 4 --account-for-loss-in-pipeline-split", "48 layers + 1 counted as such"),
         ("--virtual-pipeline-model-parallel-size 2", "no effect without pipeline stages"),
         ("--pipeline-model-parallel-size 4 --virtual-pipeline-model-parallel-size 5", "5 must divide the model's 48"),
         ("--enable-mtp-training", "needs layers for multi-token prediction"),
@@ -121,6 +131,26 @@ def test_latent_attention_must_come_out_even(tmp_path):
     assert not problems(tmp_path, CONFIGS["moonlight-16B-A3B"], *flags)
     odd = CONFIGS["moonlight-16B-A3B"] | {"kv_lora_rank": 511}
     assert "575 columns of keys and values" in problems(tmp_path, odd, *flags)
+
+
+def test_stages_of_different_length(tmp_path):
+    for ends in ("first-pipeline-num-layers 15", "first-pipeline-num-layers 9 --decoder-last-pipeline-num-layers 9"):
+        flags = f"--pipeline-model-parallel-size 4 --decoder-{ends}"
+        assert problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split()) == ""
+    flags = "--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split "
+    flags += "--account-for-embedding-in-pipeline-split"
+    assert problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags.split()) == ""
+    flags = "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 15".split()
+    flags += ["--virtual-pipeline-model-parallel-size", "2"]
+    assert "of 2 chunks each" in problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *flags)
+
+
+def test_sequence_parallelism_of_one_rank_is_none(tmp_path, caplog):
+    """Megatron's own command line takes it so, and launch scripts rely on it."""
+    args = resolved(tmp_path, CONFIGS["qwen3-4B"], "--sequence-parallel")
+    assert args.sequence_parallel is False and "--sequence-parallel has no effect" in caplog.text
+    flags = ("--sequence-parallel", "--tensor-model-parallel-size", "2")
+    assert resolved(tmp_path, CONFIGS["qwen3-4B"], *flags).sequence_parallel is True
 
 
 def test_layers_per_virtual_stage(tmp_path):
