@@ -134,9 +134,12 @@ def complete(args: Namespace, problems: Problems) -> None:
 
 
 def _check_starts(args: Namespace, problems: Problems) -> None:
-    """Directories whose weights the run starts from."""
+    """Directories whose weights the run starts from, and the one whose config.json --save-hf copies.
+
+    With --ref-load the engines alone read the weights of --hf-checkpoint, and they take FP8.
+    """
     for flag, path in (
-        ("--hf-checkpoint", args.hf_checkpoint),
+        ("--hf-checkpoint", args.hf_checkpoint if args.ref_load is None or args.save_hf is not None else None),
         ("--ref-load", args.ref_load),
         ("--load", args.load),
         ("--critic-load", args.critic_load),

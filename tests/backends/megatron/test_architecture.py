@@ -126,6 +126,18 @@ def test_quantised_weights_are_not_taken_for_weights(tmp_path, flag):
     assert f"{flag} {quantised}: its weights are quantised" in refusal and "fp8-to-bf16" in refusal
 
 
+def test_engines_may_have_quantised_weights_beside_those_that_are_trained(tmp_path):
+    trained, served = tmp_path / "bf16", tmp_path / "fp8"
+    config = CONFIGS["qwen3-4B"]
+    for path, changes in ((trained, {}), (served, {"quantization_config": {"quant_method": "fp8"}})):
+        path.mkdir()
+        assert not problems(path, config | changes) or path == served
+    flags = ("--hf-checkpoint", str(served), "--ref-load", str(trained))
+    assert problems(tmp_path, config, *flags) == ""
+    exported = problems(tmp_path, config, *flags, "--save", str(tmp_path / "s"), "--save-hf", str(tmp_path / "hf"))
+    assert f"--hf-checkpoint {served}: its weights are quantised" in exported
+
+
 def test_latent_attention_must_come_out_even(tmp_path):
     flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert not problems(tmp_path, CONFIGS["moonlight-16B-A3B"], *flags)
