@@ -145,7 +145,8 @@ def _convert(flag: Flag, raw: Any, shown_name: str, into: dict[str, Any], proble
     except ValueError as error:
         problems.add(shown_name, raw, str(error))
         return
-    asks_for_nothing = value is None or (flag.is_bool and value == flag.default)
+    off = flag.action == OPTIONAL_BOOL and value is False
+    asks_for_nothing = value is None or off or (flag.is_bool and value == flag.default)
     reason = None if asks_for_nothing else flag.pending
     if reason is None and flag.pending_choices and value is not None:
         for item in value if flag.is_list else [value]:

@@ -19,7 +19,7 @@ from slime.backends.megatron_utils.architecture import (
     refuse_quantised,
 )
 from slime.backends.megatron_utils.arguments import config_fields
-from slime.backends.megatron_utils.fields import ARCHITECTURE
+from slime.backends.megatron_utils.fields import ARCHITECTURE, NEEDED, REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def complete(args: Namespace, problems: Problems) -> None:
     if args.train_backend != "megatron":
         for flag in (*FAMILY.flags, *MEGATRON_FLAGS):
             value = getattr(args, flag.dest)
-            if flag.pending is None and value != flag.default:
+            if value != flag.default:
                 shown = None if flag.is_bool else value
                 rule = f"has no effect with --train-backend {args.train_backend}"
                 problems.add(flag.name, shown, rule, "leave it out, or add --train-backend megatron")
@@ -187,6 +187,9 @@ def _check_given(args: Namespace, problems: Problems) -> None:
         if value != 0:
             rule = "must be 0: log-probs would differ between the pass before training, training and the engine"
             problems.add(flag, value, rule, "leave it out")
+    for field in NEEDED:
+        if vars(args).get(field) is False:
+            problems.add("--no-" + field.replace("_", "-"), None, f"not available yet: {REFUSED[field]}")
     dispatcher = vars(args).get("moe_token_dispatcher_type")
     if dispatcher == "allgather":
         logger.warning("--moe-token-dispatcher-type allgather is replaced by alltoall: rows differ in length")

@@ -32,13 +32,16 @@ _POSITIVE_FLAGS = """
     slime_router_timeout slime_router_max_connections slime_router_health_check_failure_threshold
     phase_timeout_secs rollout_health_check_interval rollout_health_check_timeout
     update_weights_interval memory_snapshot_num_steps
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    num_layers_per_virtual_pipeline_stage expert_model_parallel_size expert_tensor_parallel_size
+    make_vocab_size_divisible_by data_pad_size_multiplier recompute_num_layers
 """
 
 _NOT_NEGATIVE_FLAGS = """
     rollout_num_gpus num_rollout start_rollout_id lr min_lr lr_warmup_init lr_warmup_iters weight_decay
     clip_grad eps_clip eps_clip_high kl_coef kl_loss_coef entropy_coef eval_temperature eval_min_new_tokens
     seed rollout_seed max_weight_staleness rollout_health_check_first_wait tis_clip_low mis_lower_bound opd_kl_coef
-    ckpt_step critic_lr critic_lr_warmup_iters num_critic_only_steps profile_step_start
+    ckpt_step critic_lr critic_lr_warmup_iters num_critic_only_steps profile_step_start mtp_loss_scaling_factor
 """
 
 _RULES: dict[str, _Rule] = {

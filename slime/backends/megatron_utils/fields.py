@@ -134,6 +134,9 @@ REFUSED: dict[str, str] = {
 }
 """What cannot work here -> why."""
 
+NEEDED = ("decoupled_weight_decay", "pin_cpu_grads", "pin_cpu_params")
+"""Switches of `REFUSED` that cannot be off; of the others nothing but off is built."""
+
 REFUSED_PREFIXES: dict[str, str] = {
     "fp8": _TRANSFORMER_ENGINE,
     "fp4": _TRANSFORMER_ENGINE,

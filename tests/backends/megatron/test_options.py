@@ -67,7 +67,9 @@ def test_layer_pattern_evaluates_nothing_else(raw):
         ("--rotary-interleaved", "--rotary-interleaved True: contradicts --hf-checkpoint"),
         ("--norm-epsilon 1e-5", "--norm-epsilon 1e-05: contradicts --hf-checkpoint"),
         ("--window-size 128 0", "--window-size 128 0: contradicts --hf-checkpoint"),
-        ("--no-rope-fusion", "needs Transformer Engine"),
+        ("--rope-fusion", "needs Transformer Engine"),
+        ("--no-decoupled-weight-decay", "--no-decoupled-weight-decay: not available yet: only AdamW is built"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be greater than 0"),
         ("--fp8-format hybrid", "--fp8-format hybrid: not available yet: needs Transformer Engine"),
         ("--use-precision-aware-optimizer", "--optimizer-cpu-offload saves more"),
         ("--attention-dropout 0.1", "--attention-dropout 0.1: must be 0"),
@@ -98,7 +100,8 @@ def test_flags_of_existing_launch_scripts_are_right(tmp_path):
         "--attention-backend flash --moe-token-dispatcher-type allgather --moe-router-dtype fp32 "
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 "
         "--moe-layer-freq [1]*48 --no-bias-swiglu-fusion --ddp-bucket-size 1000000 --overlap-grad-reduce "
-        "--padded-vocab-size 151936 --optimizer-cpu-offload --no-bias-dropout-fusion"
+        "--padded-vocab-size 151936 --optimizer-cpu-offload --no-bias-dropout-fusion --no-rope-fusion "
+        "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
     )
     words = [*flags.split(), "--make-vocab-size-divisible-by", "64"]
     assert problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *words) == ""
