@@ -171,6 +171,11 @@ class TestCheckpoints:
         assert setup.load("--save", setup.root / "a" / "b", "--save-interval", "1").save_interval == 1
 
 
+def test_a_wanted_step_is_not_silently_another_one(one_error):
+    assert "--ckpt-step 5: --load /not/yet holds no latest" in one_error("--load", "/not/yet", "--ckpt-step", "5")
+    assert "--ckpt-step 5: needs --load" in one_error("--ckpt-step", "5")
+
+
 def test_ifbench_needs_its_metadata(setup, one_error):
     assert "needs instruction_id_list and kwargs in column metadata" in one_error("--rm-type", "ifbench")
     row = {"input": "a", "metadata": {"instruction_id_list": ["format:emoji"], "kwargs": [{}]}}

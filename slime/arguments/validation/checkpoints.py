@@ -64,6 +64,9 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
     elif _is_hf_directory(args):
         check_weights(args.load, "--load", problems)
     else:
+        if args.ckpt_step is not None:
+            rule = f"--load {args.load} holds no {TRACKER}" if args.load else "needs --load"
+            problems.add("--ckpt-step", args.ckpt_step, rule, "give the directory of --save of an earlier run")
         if args.load not in (None, args.save):  # that is how scripts start which resume
             logger.warning("--load %s holds no %s: nothing is resumed, the run starts anew", args.load, TRACKER)
         args.load = args.ref_load
