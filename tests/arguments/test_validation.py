@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.validation import cluster
+from slime.arguments.validation import cluster, megatron
 
 pytestmark = pytest.mark.unit
 
@@ -46,6 +46,19 @@ class TestDevices:
     def test_auto_asks_the_driver(self, present, device, setup, monkeypatch):
         monkeypatch.setattr(cluster, "cuda_present", lambda: present)
         assert setup.load("--device", "auto").device == device
+
+    def test_trainer_of_the_machine(self, setup, monkeypatch):
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+        known = ("--hf-checkpoint", setup.write_model("known", model_type="qwen3", rms_norm_eps=1e-6, **heads, **sizes))
+        gpu = ("--device", "cuda")
+        assert setup.load(*known, *gpu).train_backend == "megatron"
+        assert setup.load(*known, *gpu, "--train-backend", "fsdp").train_backend == "fsdp"
+        assert setup.load(*known).train_backend == "fsdp"
+        assert setup.load(*gpu).train_backend == "fsdp"
+        assert setup.load(*known, *gpu, "--fsdp-offload-activations").train_backend == "fsdp"
+        monkeypatch.setattr(megatron, "config_fields", dict)
+        assert setup.load(*known, *gpu).train_backend == "fsdp"
 
     def test_dtype_flags(self, setup, one_error):
         assert setup.load("--bf16").dtype == "bfloat16"

@@ -18,8 +18,8 @@ FAMILY = Family(
         Flag(
             "--train-backend",
             text,
-            "fsdp",
-            "Trainer.",
+            help="Trainer. Default: megatron on GPUs where megatron-core is installed, knows the model and has what "
+            "other flags ask for; otherwise fsdp.",
             choices=("fsdp", "megatron"),
         ),
         Flag("--trust-remote-code", action=STORE_TRUE, help="Run Python code that comes with the checkpoint."),

@@ -37,6 +37,7 @@ _STEPS = (
     cluster.complete_devices,
     services.complete_debug,
     engines.choose,
+    megatron.choose,
     server_groups.read,
     cluster.complete_sizes,
     engines.complete,

@@ -89,6 +89,22 @@ SWITCHES: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
 }
 
 
+def choose(args: Namespace, problems: Problems) -> None:
+    """train_backend: Megatron on GPUs where it is installed and can do what is asked."""
+    if args.train_backend is None:
+        lacks = any(asked(getattr(args, dest)) for dest, asked in _MISSING.items())
+        usable = args.device == "cuda" and config_fields() and not lacks and _is_known(args.hf_checkpoint)
+        args.train_backend = "megatron" if usable else "fsdp"
+
+
+def _is_known(hf_checkpoint: str | None) -> bool:
+    """Whether Megatron has the model; a directory that cannot be read is reported by others."""
+    try:
+        return hf_checkpoint is not None and bool(read_architecture(hf_checkpoint))
+    except (UnsupportedModelError, OSError, ValueError, KeyError):
+        return False
+
+
 def complete(args: Namespace, problems: Problems) -> None:
     """Rules of --train-backend megatron; with another trainer its flags are refused."""
     if args.train_backend != "megatron":
