@@ -152,7 +152,8 @@ class TimedTrainer(FSDPTrainRayActor):
 
 def trainer_args(options, model: str):
     flags = (
-        f"--hf-checkpoint {model} --device {options.device} --rollout-batch-size {options.rows * options.gpus} "
+        f"--train-backend fsdp --hf-checkpoint {model} --device {options.device} "
+        f"--rollout-batch-size {options.rows * options.gpus} "
         f"--n-samples-per-prompt {options.sequences} --num-rollout 100 --actor-num-gpus-per-node {options.gpus} "
         f"--colocate --micro-batch-size {options.sequences} --load-debug-rollout-data none_{{rollout_id}}.pt "
         f"--log-probs-chunk-size {options.chunk}"

@@ -21,7 +21,7 @@ from tests.processes import CONTEXT
 def trainer_args(model_dir: str, *flags: str, **changes) -> Namespace:
     """Validated arguments of a small run; `changes` are set afterwards."""
     argv = (
-        f"--hf-checkpoint {model_dir} --ref-load {model_dir} --device cpu --rollout-batch-size 4 "
+        f"--train-backend fsdp --hf-checkpoint {model_dir} --ref-load {model_dir} --device cpu --rollout-batch-size 4 "
         "--n-samples-per-prompt 2 --num-rollout 4 --rollout-max-response-len 32 --actor-num-gpus-per-node 1 "
         "--colocate --lr 1e-3 --adam-eps 1e-2 --debug-train-only --load-debug-rollout-data none_{rollout_id}.pt"
     )
