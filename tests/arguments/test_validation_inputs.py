@@ -149,6 +149,13 @@ class TestCheckpoints:
         for flag in ("--save", "--load", "--run-dir"):
             assert f"{flag} '': is empty" in one_error(flag, "")
 
+    def test_quantised_weights_are_not_trained(self, setup, one_error):
+        model = setup.write_model("fp8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+        assert f"--hf-checkpoint {model}: its weights are quantised" in one_error("--hf-checkpoint", model)
+        assert f"--ref-load {model}: its weights are quantised" in one_error("--ref-load", model)
+        # Beside others they are the engines'.
+        assert "need SGLang" in one_error("--hf-checkpoint", model, "--ref-load", setup.model)
+
     def test_finetune_starts_at_zero(self, setup):
         path = self.checkpoint(setup)
         args = setup.load("--load", path, "--finetune", "--start-rollout-id", "0")

@@ -50,6 +50,7 @@ _STEPS = (
     evaluation.complete,
     checkpoints.complete,
     critic.complete,
+    checkpoints.check_quantised,
     router.complete,
     server_groups.complete,
     weight_sync.check,

@@ -9,6 +9,7 @@ from argparse import Namespace
 
 from slime.arguments.problems import Problems
 from slime.arguments.validation.model import check_weights, read_hf_config
+from slime.backends.megatron_utils.architecture import UnsupportedModelError, is_hf_directory, refuse_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,28 @@ def complete(args: Namespace, problems: Problems) -> None:
         problems.add("--save-hf", args.save_hf, "is written with the checkpoints of --save", "add --save DIRECTORY")
     elif args.save_hf is not None:
         check_template("--save-hf", args.save_hf, {"rollout_id"}, required=set(), problems=problems)
+
+
+def check_quantised(args: Namespace, problems: Problems) -> None:
+    """No trainer starts from quantised weights, and --save-hf copies the config.json of --hf-checkpoint.
+
+    With --ref-load the engines alone read the weights of --hf-checkpoint, and they take FP8.
+    """
+    if args.debug_rollout_only:
+        return
+    for flag, path in (
+        ("--hf-checkpoint", args.hf_checkpoint if args.ref_load is None or args.save_hf is not None else None),
+        ("--ref-load", args.ref_load),
+        ("--load", args.load),
+        ("--critic-load", args.critic_load),
+        ("--opd-teacher-load", args.opd_teacher_load),
+    ):
+        if is_hf_directory(path) and not problems.concern(flag):
+            try:
+                refuse_quantised(path)
+            except UnsupportedModelError as error:
+                problems.add(flag, path, str(error))
+                return
 
 
 def _check_reference(args: Namespace, problems: Problems) -> None:

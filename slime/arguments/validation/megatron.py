@@ -13,10 +13,8 @@ from slime.arguments.problems import Problems
 from slime.backends.megatron_utils.architecture import (
     Architecture,
     UnsupportedModelError,
-    is_hf_directory,
     padded_vocab_size,
     read_architecture,
-    refuse_quantised,
 )
 from slime.backends.megatron_utils.arguments import config_fields
 from slime.backends.megatron_utils.fields import ARCHITECTURE, NEEDED, REFUSED
@@ -145,27 +143,7 @@ def complete(args: Namespace, problems: Problems) -> None:
     _complete_virtual_stages(args, architecture, problems)
     _check_drafts(args, architecture, problems)
     if not args.debug_rollout_only:
-        _check_starts(args, problems)
         _check_ranks(args, architecture, problems)
-
-
-def _check_starts(args: Namespace, problems: Problems) -> None:
-    """Directories whose weights the run starts from, and the one whose config.json --save-hf copies.
-
-    With --ref-load the engines alone read the weights of --hf-checkpoint, and they take FP8.
-    """
-    for flag, path in (
-        ("--hf-checkpoint", args.hf_checkpoint if args.ref_load is None or args.save_hf is not None else None),
-        ("--ref-load", args.ref_load),
-        ("--load", args.load),
-        ("--critic-load", args.critic_load),
-    ):
-        if is_hf_directory(path) and not problems.concern(flag):
-            try:
-                refuse_quantised(path)
-            except UnsupportedModelError as error:
-                problems.add(flag, path, str(error))
-                return
 
 
 def check_model_flags(hf_checkpoint: str, words: list[str]) -> None:
@@ -290,7 +268,6 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
     _check_cut(args, architecture, "model", problems)
     if args.opd_type == "trainer" and not problems.concern("--opd-teacher-load"):
         try:
-            refuse_quantised(args.opd_teacher_load)
             _check_cut(args, read_architecture(args.opd_teacher_load), "teacher", problems)
         except UnsupportedModelError as error:
             problems.add("--opd-teacher-load", args.opd_teacher_load, str(error))
