@@ -48,9 +48,9 @@ class TestDevices:
         assert setup.load("--device", "auto").device == device
 
     def test_trainer_of_the_machine(self, setup, monkeypatch):
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6}
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
-        known = ("--hf-checkpoint", setup.write_model("known", model_type="qwen3", rms_norm_eps=1e-6, **heads, **sizes))
+        known = ("--hf-checkpoint", setup.write_model("known", model_type="qwen3", **heads, **sizes))
         gpu = ("--device", "cuda")
         assert setup.load(*known, *gpu).train_backend == "megatron"
         assert setup.load(*known, *gpu, "--train-backend", "fsdp").train_backend == "fsdp"
