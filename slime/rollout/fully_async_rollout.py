@@ -225,6 +225,8 @@ class RolloutWorker:
             self.gatherer.on_dynamic_filter_drop(output.reason)
         if output.keep or output.keep_when_insufficient:
             self.waiting.append(group)
+        elif not self.waiting:
+            self.gatherer.warn_if_nothing_passes(self.args)
 
     def _interrupt(self, group: _Group) -> None:
         if self.holding:

@@ -102,7 +102,6 @@ class _Batch:
         self.finished: list[list[Sample]] = []
         """Every finished group, filtered ones included."""
         self.gatherer = MetricGatherer()
-        self.dropped = 0
         self.interruptions: Counter[int] = Counter()
         path = args.dynamic_sampling_filter_path
         self.filter = load_function(path, "--dynamic-sampling-filter-path") if path else None
@@ -165,11 +164,12 @@ class _Batch:
         with blame("--dynamic-sampling-filter-path", self.args.dynamic_sampling_filter_path or "none", group):
             output = call_dynamic_filter(self.filter, self.args, group)
         if not output.keep:
-            self.dropped += 1
             self.gatherer.on_dynamic_filter_drop(output.reason)
             self.state.remaining_batch_size -= 1
             if output.keep_when_insufficient:
                 self.fallback.append(group)
+            elif not self.kept:
+                self.gatherer.warn_if_nothing_passes(self.args)
         else:
             self.kept.append(group)
 
@@ -190,7 +190,7 @@ class _Batch:
             self.reported = now
             logger.info(
                 "rollout %s: %d of %d groups, %d in flight, %d dropped by the filter %s",
-                self.state.rollout_id, len(self.kept), self.target, len(self.state.pendings), self.dropped,
+                self.state.rollout_id, len(self.kept), self.target, len(self.state.pendings), self.gatherer.dropped,
                 self.gatherer.collect() or "",
             )  # fmt: skip
 

@@ -92,6 +92,10 @@ def filter_odd_groups_but_keep(args, samples, **kwargs):
     return DynamicFilterOutput(keep, None if keep else "odd", keep_when_insufficient=True)
 
 
+def filter_late(args, samples):
+    return DynamicFilterOutput(samples[0].group_index >= 20, "early")
+
+
 def filter_bool(args, samples):
     return samples[0].group_index % 2 == 0
 

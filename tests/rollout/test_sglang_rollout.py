@@ -78,6 +78,16 @@ def test_dynamic_sampling_drops_counts_and_refills(cluster_of, rollout_args):
     assert dropped >= 1 and seen >= 4 + dropped and passed is source
 
 
+def test_a_filter_that_lets_nothing_pass_is_reported(cluster_of, rollout_args, caplog):
+    args = rollout_args(
+        custom_rm_path=HOOKS + "reward_parity", dynamic_sampling_filter_path=HOOKS + "filter_late", rows=40
+    )
+    output, _ = run(args, cluster_of())
+    assert output.metrics["rollout/dynamic_filter/drop_early"] == 20
+    (warning,) = [record.getMessage() for record in caplog.records if "has dropped all" in record.getMessage()]
+    assert "filter_late has dropped all of 16 groups {'early': 16}" in warning
+
+
 def test_bool_filter_and_failing_filter(cluster_of, rollout_args):
     cluster = cluster_of()
     args = rollout_args(custom_rm_path=HOOKS + "reward_parity", dynamic_sampling_filter_path=HOOKS + "filter_bool")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from slime.utils.misc import flatten, function_name
+
+logger = logging.getLogger(__name__)
+
+MANY_BATCHES = 4
+"""So many batches of groups dropped in a row are no accident."""
 
 
 @dataclass
@@ -46,10 +52,26 @@ class MetricGatherer:
 
     def __init__(self) -> None:
         self._dropped: Counter[str] = Counter()
+        self.dropped = 0
+        """All of them, with a reason or without."""
 
     def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        self.dropped += 1
         if reason:
             self._dropped[reason] += 1
 
     def collect(self) -> dict[str, int]:
         return {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in self._dropped.items()}
+
+    def warn_if_nothing_passes(self, args) -> None:
+        """Once, while no group of a rollout was kept: prompts are tried until enough pass, and that may be never."""
+        if self.dropped == MANY_BATCHES * args.rollout_batch_size:
+            logger.warning(
+                "--dynamic-sampling-filter-path %s has dropped all of %d groups %s: the rollout ends only when %d "
+                "pass; look at the rewards and at how hard the prompts are, or let the filter return "
+                "keep_when_insufficient",
+                args.dynamic_sampling_filter_path,
+                self.dropped,
+                dict(self._dropped) or "",
+                args.rollout_batch_size,
+            )
