@@ -35,6 +35,8 @@ def meta_info(seq: Sequence, num_output: int, version: str) -> dict[str, Any]:
         meta["input_token_logprobs"] = _token_logprobs(seq.input_logprobs, ids)
         if seq.wants_input_logprobs and request.logprob_start_len == 0:
             meta["input_token_logprobs"].insert(0, [None, seq.token_ids[0], None])
+        elif meta["input_token_logprobs"]:
+            meta["input_token_logprobs"][0][0] = None  # as SGLang, wherever they start
         output = seq.token_ids[seq.prompt_len : seq.prompt_len + num_output]
         meta["output_token_logprobs"] = _token_logprobs(seq.output_logprobs[:num_output], output)
         if request.top_logprobs_num:

@@ -226,7 +226,7 @@ class SGLangEngineActor(RolloutEngineActor):
         while deaths and self._server.is_alive():
             done, deaths = ray.wait(deaths, timeout=FOLLOWER_CHECK_SECS)
             death = next((text for text in ray.get(done) if text is not None), None)
-            if death is not None:
+            if death is not None and not self._server.is_closing:
                 return death
         return self._server.wait_for_death()
 

@@ -119,6 +119,11 @@ class ServerProcess:
         if code is not None:
             raise ServerError(self.describe_death(code))
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called: what ends from now on was meant to."""
+        return self._closing.is_set()
+
     def wait_for_death(self) -> str | None:
         """Block until the process ends; a description, or None when `close` ended it."""
         code = self._process.wait()

@@ -49,7 +49,7 @@ async def judged(args, sample, **kwargs):
     payload = {
         "input_ids": sample.tokens,
         "return_logprob": True,
-        "logprob_start_len": len(sample.tokens) - sample.response_length,
+        "logprob_start_len": len(sample.tokens) - sample.response_length - 1,  # SGLang gives the first none
         "sampling_params": {"max_new_tokens": 0},
     }
     meta = (await post(model_url(args, "judge") + "/generate", payload))["meta_info"]
