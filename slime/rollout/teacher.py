@@ -26,7 +26,9 @@ async def teacher_log_probs(args, sample: Sample, *, evaluation: bool = False) -
     reply = await post((url if "://" in url else model_url(args, url)) + "/generate", payload)
     scored = reply["meta_info"]["input_token_logprobs"]
     scored = scored[len(scored) - count :]
-    if [token for _, token, _ in scored] != sample.tokens[len(sample.tokens) - count :]:
+    wanted = sample.tokens[len(sample.tokens) - count :]
+    # SGLang calls the last id of the vocabulary 0 here.
+    if len(scored) != count or any(token not in (0, ours) for (_, token, _), ours in zip(scored, wanted, strict=True)):
         raise ValueError(
             f"--opd-teacher-url {args.opd_teacher_url} returned log-probs of other tokens than the {count} of sample "
             f"{sample.index}"
