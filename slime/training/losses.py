@@ -120,8 +120,10 @@ def compute_policy_loss(
             pg, loss_masks = corrected, modified
     if args.use_kl_loss:
         ref = torch.where(mask, _required(mb.ref_log_probs, "ref_log_probs"), log_probs_R.detach())
-        rho = torch.exp(torch.where(mask, log_probs_R - old, 0.0).clamp(max=MAX_EXPONENT))
-        metrics["kl_loss"] = approx_kl(log_probs_R, ref, args.kl_loss_type, rho if args.use_unbiased_kl else None)
+        rho = None
+        if args.use_unbiased_kl:
+            rho = torch.exp(torch.where(mask, log_probs_R - old, 0.0).clamp(max=MAX_EXPONENT))
+        metrics["kl_loss"] = approx_kl(log_probs_R, ref, args.kl_loss_type, rho)
     if mb.opd_reverse_kl is not None:
         metrics["opd_reverse_kl"] = mb.opd_reverse_kl
     if mb.rollout_log_probs is not None:
