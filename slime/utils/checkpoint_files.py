@@ -62,6 +62,27 @@ def read_config(path: str) -> dict[str, Any]:
     return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
 
 
+def is_hf_directory(path: str | None) -> bool:
+    return path is not None and (Path(path) / "config.json").is_file()
+
+
+class QuantisedError(ValueError):
+    """Weights that cannot be trained from."""
+
+
+def refuse_quantised(path: str) -> None:
+    """Tensors of a quantised checkpoint are no weights: they mean nothing without their scales.
+
+    Raises:
+        QuantisedError: the config.json of `path` says that it is one.
+    """
+    if read_config(path).get("quantization_config"):
+        raise QuantisedError(
+            "its weights are quantised (config.json: quantization_config); bring block-wise FP8 to bfloat16 first: "
+            "slime convert fp8-to-bf16"
+        )
+
+
 def quantization_config(block: tuple[int, int], kept: list[str]) -> dict[str, Any]:
     """What config.json says of such a checkpoint. `kept`: modules that are not converted."""
     return {

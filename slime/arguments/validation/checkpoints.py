@@ -9,7 +9,7 @@ from argparse import Namespace
 
 from slime.arguments.problems import Problems
 from slime.arguments.validation.model import check_weights, read_hf_config
-from slime.backends.megatron_utils.architecture import UnsupportedModelError, is_hf_directory, refuse_quantised
+from slime.utils.checkpoint_files import QuantisedError, is_hf_directory, refuse_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def check_quantised(args: Namespace, problems: Problems) -> None:
         if is_hf_directory(path) and not problems.concern(flag):
             try:
                 refuse_quantised(path)
-            except UnsupportedModelError as error:
+            except QuantisedError as error:
                 problems.add(flag, path, str(error))
                 return
 
@@ -84,7 +84,7 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
         _check_tracker(args, problems)
         # "release": weights that no training step has touched, as Megatron's converters write them
         args.finetune = args.finetune or (args.ckpt_step is None and _tracked(args.load) == RELEASE)
-    elif _is_hf_directory(args):
+    elif args.train_backend == "megatron" and is_hf_directory(args.load):  # it starts from such a model directly
         check_weights(args.load, "--load", problems)
     else:
         if args.ckpt_step is not None:
@@ -99,12 +99,6 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
         logger.warning("--start-rollout-id %d is replaced by 0: nothing is resumed", args.start_rollout_id)
     args.finetune = args.no_load_optim = args.no_load_rng = True
     args.start_rollout_id = 0
-
-
-def _is_hf_directory(args: Namespace) -> bool:
-    """Whether --load is a model that the Megatron trainer starts from, without conversion."""
-    megatron = args.train_backend == "megatron" and args.load is not None
-    return megatron and os.path.isfile(os.path.join(args.load, "config.json"))
 
 
 def _check_tracker(args: Namespace, problems: Problems) -> None:

@@ -79,27 +79,10 @@ def read_architecture(path: str) -> Architecture:
     return architecture_of(json.loads(file.read_text()))
 
 
-def refuse_quantised(path: str) -> None:
-    """Tensors of a quantised checkpoint are no weights: they mean nothing without their scales.
-
-    Raises:
-        UnsupportedModelError: the config.json of `path` says that it is one.
-    """
-    if json.loads((Path(path) / "config.json").read_text()).get("quantization_config"):
-        raise UnsupportedModelError(
-            "its weights are quantised (config.json: quantization_config); bring block-wise FP8 to bfloat16 first: "
-            "slime convert fp8-to-bf16"
-        )
-
-
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
     """Megatron's rule: the next multiple of `divisible_by` x ranks."""
     multiple = divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
-
-
-def is_hf_directory(path: str | None) -> bool:
-    return path is not None and (Path(path) / "config.json").is_file()
 
 
 def architecture_of(config: dict[str, Any]) -> Architecture:

@@ -29,9 +29,10 @@ from slime.backends.common.checkpoint import (
     write_tracker,
 )
 from slime.backends.megatron_utils import compat
-from slime.backends.megatron_utils.architecture import Architecture, is_hf_directory
+from slime.backends.megatron_utils.architecture import Architecture
 from slime.backends.megatron_utils.async_save import BackgroundSave
 from slime.backends.megatron_utils.optimizer import Optimizer
+from slime.utils.checkpoint_files import is_hf_directory
 
 # Optimizer state in the order of the model's own tensors, so that any layout can read it.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}

@@ -17,9 +17,9 @@ from slime.backends.megatron_utils.architecture import (
     Architecture,
     UnsupportedModelError,
     read_architecture,
-    refuse_quantised,
 )
 from slime.backends.megatron_utils.hf_export import SHARD_BYTES, draft_layer_names
+from slime.utils.checkpoint_files import QuantisedError, refuse_quantised
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def main_to_torch_dist(argv: list[str] | None = None) -> int:
         hf_to_torch_dist(args.hf_checkpoint, args.save, getattr(torch, args.dtype))
     except ConfigError as error:
         parser.error(str(error).strip())
-    except (FileNotFoundError, KeyError, UnsupportedModelError) as error:
+    except (FileNotFoundError, KeyError, UnsupportedModelError, QuantisedError) as error:
         parser.error(f"--hf-checkpoint {args.hf_checkpoint}: {error}")
     return 0
 
@@ -141,6 +141,6 @@ def main_to_hf(argv: list[str] | None = None) -> int:
         if args.vocab_size not in (None, vocab_size):
             parser.error(f"--vocab-size {args.vocab_size}: --origin-hf-dir {args.origin_hf_dir} has {vocab_size}")
         torch_dist_to_hf(args.input_dir, args.output_dir, args.origin_hf_dir, dtype, args.chunk_size)
-    except (FileNotFoundError, UnsupportedModelError) as error:
+    except (FileNotFoundError, UnsupportedModelError, QuantisedError) as error:
         parser.error(f"--origin-hf-dir {args.origin_hf_dir}: {error}")
     return 0

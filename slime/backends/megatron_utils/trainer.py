@@ -15,10 +15,11 @@ from slime.backends.common.host_memory import HostCopy
 from slime.backends.common.metrics import sum_over_ranks
 from slime.backends.common.trainer import Trainer
 from slime.backends.megatron_utils import compat, hooks
-from slime.backends.megatron_utils.architecture import Architecture, is_hf_directory, read_architecture
+from slime.backends.megatron_utils.architecture import Architecture, read_architecture
 from slime.backends.megatron_utils.settings import config_overrides, ddp_options, optimizer_options, parallel_sizes
 from slime.training.batch import MicroBatch
 from slime.training.rollout_data import RankData
+from slime.utils.checkpoint_files import is_hf_directory
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from slime.backends.megatron_utils.architecture import Architecture, refuse_quantised
+from slime.backends.megatron_utils.architecture import Architecture
 from slime.backends.megatron_utils.hf_files import HFTensors
 from slime.backends.megatron_utils.layouts import Layout, Replicated, layouts_of
 from slime.backends.megatron_utils.name_maps import BLOCK, DRAFT_LAYERS, EXPERT, LAYER, NAME_MAPS, VALUE_HEAD, Rule
+from slime.utils.checkpoint_files import refuse_quantised
 from slime.weight_sync.buckets import TensorSpec
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+(?=\.)")
