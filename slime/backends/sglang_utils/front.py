@@ -17,8 +17,6 @@ nothing concerns passes through unchanged; only token ids and the names of sampl
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -26,6 +24,7 @@ import orjson
 from slime.backends.sglang_utils.asgi import Call, Receive, Refused, Send, read, respond, with_body
 from slime.backends.sglang_utils.compat import Release
 from slime.backends.sglang_utils.payloads import check_payload, check_shapes, checkpoint_shapes
+from slime.backends.sglang_utils.request_rules import RequestRules, object_in, read_vocab_size
 from slime.weight_sync.disk_pull import PullError, pull
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -33,16 +32,6 @@ FLUSH_PATIENCE_SECS = 60.0
 FLUSH_INTERVAL_SECS = 0.05
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 NEEDS_SESSION = ("/update_weights_from_tensor", "/update_weights_from_distributed")
-
-
-def read_vocab_size(model_path: str) -> int | None:
-    """Entries of the embedding table by the checkpoint's config.json; None where that does not say."""
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
-    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    return size if isinstance(size, int) else None
 
 
 class Front:
@@ -66,11 +55,10 @@ class Front:
         sampling_fields: frozenset[str],
     ):
         self.app = app
-        self.sampling_fields = sampling_fields
+        self.rules = RequestRules(read_vocab_size(model_path), sampling_fields)
         self.release = release
         self.on_cpu = on_cpu
         self.checksums: dict[str, str] = {}
-        self.vocab_size = read_vocab_size(model_path)
         self.shapes = checkpoint_shapes(model_path)
         self.keeps_released_weights = keeps_released_weights
         self.running = 0
@@ -160,9 +148,9 @@ class Front:
         """Let a request through when tokens can be computed for it; while generation is paused it waits."""
         body = await read(receive)
         if scope["path"] == "/generate":
-            self._check_request(body)
+            self.rules.check_generate(body)
         elif scope["path"] == "/v1/completions":
-            self._check_completion(body)
+            self.rules.check_completion(body)
         self._refuse_unless_serving()
         while not self._serving.is_set():
             await self._serving.wait()
@@ -181,35 +169,9 @@ class Front:
         if reason:
             raise Refused(reason, status=503)
 
-    def _check_request(self, body: bytes) -> None:
-        request = _object_in(body)
-        self._check_token_ids("input_ids", request.get("input_ids"))
-        given = request.get("sampling_params")
-        for params in given if isinstance(given, list) else [given]:
-            unknown = sorted(set(params) - self.sampling_fields) if isinstance(params, dict) else []
-            if unknown:
-                raise Refused(f"sampling_params: unknown field {unknown[0]!r}")
-
-    def _check_completion(self, body: bytes) -> None:
-        """OpenAI's prompts are texts, or token ids."""
-        prompt = _object_in(body).get("prompt")
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], str):
-            self._check_token_ids("prompt", prompt)
-
-    def _check_token_ids(self, field: str, ids: Any) -> None:
-        if not ids or not isinstance(ids, list):
-            return
-        for prompt in ids if isinstance(ids[0], list) else [ids]:
-            if not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
-                raise Refused(f"{field} must be a non-empty list of integers, or a list of such lists")
-            low, high = min(prompt), max(prompt)
-            if low < 0 or (self.vocab_size is not None and high >= self.vocab_size):
-                bad = low if low < 0 else high
-                raise Refused(f"{field}: token id {bad} is outside the vocabulary of {self.vocab_size}")
-
     def _with_cache_key(self, body: bytes) -> bytes:
         """The request, unable to use the prefix cache of weights that are gone."""
-        request = _object_in(body)
+        request = object_in(body)
         if not request:
             return body
         mark = f"weights-{self.cache_key}:"
@@ -398,15 +360,6 @@ class Front:
     async def weight_version(self, scope: dict[str, Any], send: Send) -> None:
         _, info = await Call(self.app, scope, b"").inside("GET", "/get_model_info")
         await respond(send, 200, {"weight_version": orjson.loads(info)["weight_version"]})
-
-
-def _object_in(body: bytes) -> dict[str, Any]:
-    """A request's fields; none where the body is no JSON object, about which SGLang's own answer is right."""
-    try:
-        request = orjson.loads(body)
-    except ValueError:
-        return {}
-    return request if isinstance(request, dict) else {}
 
 
 def _tags(call: Call) -> list[str]:
