@@ -70,9 +70,10 @@ class ModelRunner:
         if self.device.type == "cuda" and memory.dtype in (torch.bfloat16, torch.float16):
             from slime.engine.attention_cuda import CudaInvariantAttention, CudaPagedAttention
             from slime.engine.cuda_graphs import DecodeGraphs
-            from slime.engine.fused_ops import fuse
+            from slime.modeling.fuse import fuse
+            from slime.modeling.triton_ops import rms_norm, rotary
 
-            fuse(self.model)
+            fuse(self.model, rms_norm, rotary)
             self.attention = CudaInvariantAttention if batch_invariant else CudaPagedAttention
             self.graphs = DecodeGraphs(self.model, memory) if cuda_graph else None
 

@@ -8,7 +8,7 @@ or `auto` where `prefers_cudnn` says so.
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class LongSequences(PackedSequences):
     On CPU those go through the usual SDPA kernel.
 
     Args:
-        keep: layers are recomputed in backward, but their attention is not; see `KeptAttention`.
+        keep, reentrant: layers are recomputed in backward, but their attention is not; see `KeptAttention`.
     """
 
     def __init__(
@@ -57,11 +57,13 @@ class LongSequences(PackedSequences):
         min_length: int = MIN_LENGTH,
         step: int = STEP,
         keep: bool = False,
+        reentrant: bool = False,
     ):
         super().__init__(lengths, device)
         self.step = step
         self.keep = keep
-        self._packed = KeptAttention if keep else PackedSequences
+        self.reentrant = reentrant
+        self._packed = partial(KeptAttention, reentrant=reentrant) if keep else PackedSequences
         self._kept: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._instead: dict[int, PackedSequences] = {}
         """For runs of a long sequence: what attends where cuDNN does not (sliding windows)."""
@@ -104,7 +106,7 @@ class LongSequences(PackedSequences):
             result = self._kept.pop(key, None)
             if result is None:
                 result = forward(q, k, v, scale)
-                if self.keep and torch.is_grad_enabled():
+                if self.keep and torch.is_grad_enabled() is not self.reentrant:
                     self._kept[key] = (result[0].detach(), *result[1:])
             out = _Cudnn.apply(q, k, v, scale, result)
         return out[0].transpose(0, 1)[:length]

@@ -14,17 +14,24 @@ from slime.modeling.attention import PackedSequences
 
 
 class KeptAttention(PackedSequences):
-    """AttentionContext of one forward and backward pass in which every layer runs twice, first in order.
+    """AttentionContext of one forward and backward pass in which layers run twice, first in order.
 
-    Where the fused kernel does not run (CPU, fp32), and without gradients, it is `PackedSequences`.
+    Where the fused kernel does not run (CPU, fp32) it is `PackedSequences`.
+
+    Args:
+        reentrant: the first run of a layer is without gradients (torch's and Megatron's reentrant checkpoints), and a
+            layer that runs with gradients at once is not recomputed. Otherwise both runs are with gradients, and
+            passes without are not for training.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
+    def __init__(self, lengths: list[int], device: torch.device | str = "cpu", reentrant: bool = False):
         super().__init__(lengths, device)
+        self.reentrant = reentrant
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, layer_idx, query_THD, key_TGD, value_TGD, scale, window):
-        if not (query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and torch.is_grad_enabled()):
+        fused = query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16)
+        if not fused or not (torch.is_grad_enabled() or self.reentrant):
             return super().attend(layer_idx, query_THD, key_TGD, value_TGD, scale, window)
         value_dim = value_TGD.shape[-1]
         if value_dim != query_THD.shape[-1]:
@@ -33,7 +40,7 @@ class KeptAttention(PackedSequences):
         out, lse = _FlashVarlen.apply(
             query_THD, key_TGD, value_TGD, self.cu_seqlens, self.max_seqlen, scale, window, kept
         )
-        if kept is None:
+        if kept is None and torch.is_grad_enabled() is not self.reentrant:
             self._kept[layer_idx] = (out.detach(), lse)
         return out[..., :value_dim]
 

@@ -10,8 +10,8 @@ from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.backends.fsdp_utils.model import local_tensor
 from slime.training.rollout_data import RankData
 from tests.backends.trainers import (
+    long_rollout_batch,
     make_trainer,
-    rollout_batch,
     rollout_parts,
     run_world,
     train_rollout,
@@ -104,13 +104,7 @@ def train_on_long_sequences(rank, world_size, port, model_dir):
         for implementation in ("auto", "slime_varlen"):
             args = trainer_args(model_dir, *FLAGS, *recompute, "--attn-implementation", implementation)
             trainer = make_trainer(FSDPTrainRayActor, args, rank, world_size, port, with_ref=True)
-            batch = rollout_batch(0)
-            for i, length in enumerate([5000, 300, 4100, 20] * 2):
-                tokens = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(i)).tolist()
-                sample = {"tokens": tokens, "total_lengths": length, "response_lengths": length - 9}
-                sample |= {"loss_masks": [1] * (length - 9), "rollout_log_probs": [-5.0] * (length - 9)}
-                for key, value in sample.items():
-                    batch[key][i] = value
+            batch = long_rollout_batch([5000, 300, 4100, 20] * 2)
             metrics = trainer.train_on(0, RankData(rollout_parts(args, batch, 1)[0]))
             out[implementation, recompute] = metrics["train/loss"], metrics["train/grad_norm"]
             del trainer

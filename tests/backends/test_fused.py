@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.backends.fsdp_utils import fused
+from slime.backends.fsdp_utils.fused import fuse_for_training
+from slime.modeling import triton_ops
 from slime.modeling.attention import PackedSequences
 from slime.modeling.hf import load_causal_lm
 
@@ -39,13 +40,13 @@ def assert_close(got, expected):
 
 @pytest.mark.parametrize("shape", [(1, 5, 1024), (1, 37, 4, 128), (1, 601, 24)])
 def test_rms_norm(shape, monkeypatch):
-    monkeypatch.setattr(fused, "PROGRAMS", 4)  # several rows each, and some without
+    monkeypatch.setattr(triton_ops, "PROGRAMS", 4)  # several rows each, and some without
     torch.manual_seed(0)
     x, weight = random(*shape) * 3, random(shape[-1])
     expected = gradients(
         lambda x, w: torch.nn.functional.rms_norm(x, shape[-1:], w, 1e-6), x.double(), weight.double()
     )
-    assert_close(gradients(lambda x, w: fused._RMSNorm.apply(x, w, 1e-6), x, weight), expected)
+    assert_close(gradients(lambda x, w: triton_ops.RMSNorm.apply(x, w, 1e-6), x, weight), expected)
 
 
 def test_rotary():
@@ -56,14 +57,14 @@ def test_rotary():
     angles = torch.randn(1, 7, 16, device=DEVICE).repeat(1, 1, 2)
     cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
     expected = gradients(lambda q, k: apply_rotary_pos_emb(q, k, cos.double(), sin.double()), q.double(), k.double())
-    assert_close(gradients(lambda q, k: fused._Rotary.apply(q, k, cos, sin), q, k), expected)
+    assert_close(gradients(lambda q, k: triton_ops.Rotary.apply(q, k, cos, sin), q, k), expected)
 
 
 def test_swiglu():
     torch.manual_seed(0)
     gate, up = random(3, 700) * 3, random(3, 700)
     expected = gradients(lambda g, u: torch.nn.functional.silu(g) * u, gate.double(), up.double())
-    assert_close(gradients(fused._SwiGLU.apply, gate, up), expected)
+    assert_close(gradients(triton_ops.SwiGLU.apply, gate, up), expected)
 
 
 def loss_gradients(model):
@@ -77,7 +78,7 @@ def loss_gradients(model):
 def test_a_whole_model(tiny_model_dir):
     plain, model = (load_causal_lm(tiny_model_dir, DTYPE, DEVICE) for _ in range(2))
     for layer in model.model.layers:
-        fused.fuse_for_training(layer)
+        fuse_for_training(layer)
     changed = [type(module).__name__ for module in model.modules() if "forward" in vars(module)]
     assert sorted(changed) == ["Qwen3Attention"] * 2 + ["Qwen3MLP"] * 2 + ["Qwen3RMSNorm"] * 8
     for got, expected in zip(loss_gradients(model), loss_gradients(plain), strict=True):

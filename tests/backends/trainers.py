@@ -48,6 +48,18 @@ def rollout_batch(seed: int, samples: int = 8, vocab: int = 128) -> dict:
     }
 
 
+def long_rollout_batch(lengths):
+    """`rollout_batch` with sequences of these lengths, all but 9 tokens of each a response."""
+    batch = rollout_batch(0)
+    for i, length in enumerate(lengths):
+        tokens = torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(i)).tolist()
+        sample = {"tokens": tokens, "total_lengths": length, "response_lengths": length - 9}
+        sample |= {"loss_masks": [1] * (length - 9), "rollout_log_probs": [-5.0] * (length - 9)}
+        for key, value in sample.items():
+            batch[key][i] = value
+    return batch
+
+
 def kept_tokens(batch: dict, vocab: int = 128) -> dict[str, list]:
     """What top-p left to choose from: up to 9 random tokens each."""
     rng = np.random.default_rng(0)

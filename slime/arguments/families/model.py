@@ -37,7 +37,7 @@ FAMILY = Family(
             "--attn-implementation",
             text,
             "auto",
-            "Attention of the fsdp trainer: slime_varlen is packed flash kernels; slime_cudnn hands sequences of 4096 "
+            "Attention of the trainer: slime_varlen is packed flash kernels; slime_cudnn hands sequences of 4096 "
             "tokens and more to cuDNN; auto does so on Hopper and newer GPUs, unless --deterministic-mode.",
             choices=("auto", "slime_varlen", "slime_cudnn", *_OTHER_ATTENTION),
             pending_choices=dict.fromkeys(_OTHER_ATTENTION, pending.OTHER_ATTENTION),

@@ -1,7 +1,7 @@
 """Core attention over packed rows, rotary embedding and context parallelism included, for Megatron's layer specs.
 
 Stock Megatron has packed sequences and context parallelism only with Transformer Engine. This module needs PyTorch
-alone: `varlen_attn` on CUDA, SDPA per sequence on CPU, as the other trainer and the embedded engine do.
+alone: flash kernels or cuDNN on CUDA, SDPA per sequence on CPU, as the other trainer and the embedded engine do.
 
 Context parallelism gathers keys and values of the whole group (backward: reduce-scatter), so that each of a rank's two
 chunks attends to all tokens before it. Chunks are those of `slime.training.context_parallel`.
@@ -9,6 +9,7 @@ chunks attends to all tokens before it. Chunks are those of `slime.training.cont
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,11 +39,17 @@ class PackedRow(PackedSeqParams):
     """None where the attention layers rotate by themselves (latent attention)."""
 
 
-def packed_row(row: LocalRow, rotary: RotaryTables | None) -> PackedRow:
-    """Everything about the layout of `row`."""
+def packed_row(
+    row: LocalRow, rotary: RotaryTables | None, whole: Callable[..., Sequences] = PackedSequences
+) -> PackedRow:
+    """Everything about the layout of `row`.
+
+    Args:
+        whole: (lengths, device) -> attention of sequences that are not cut over context-parallel ranks.
+    """
     longest = max(row.lengths) * row.cp.size
     if row.cp.size == 1:
-        attention = PackedSequences(row.lengths, row.tokens.device)
+        attention = whole(row.lengths, row.tokens.device)
     else:
         attention = ZigzagSequences(row.lengths, row.cp, row.tokens.device)
     return PackedRow(
@@ -73,7 +80,6 @@ class PackedAttention(nn.Module):
         v_channels: int | None = None,
     ):
         super().__init__()
-        self.layer_number = layer_number
         self.scale = softmax_scale or (k_channels or config.kv_channels) ** -0.5
 
     def forward(
@@ -94,8 +100,9 @@ class PackedAttention(nn.Module):
         if packed_seq_params is None or packed_seq_params.attention is None:
             raise ValueError("PackedAttention computes on packed rows alone: give the model a PackedRow")
         if packed_seq_params.rotary is not None:
-            query, key = packed_seq_params.rotary.rotate(query), packed_seq_params.rotary.rotate(key)
-        out = packed_seq_params.attention.attend(self.layer_number, query, key, value, self.scale, None)
+            query, key = packed_seq_params.rotary.rotate(query, key)
+        # Not the layer's number: those of draft layers are others' as well.
+        out = packed_seq_params.attention.attend(id(self), query, key, value, self.scale, None)
         return out.flatten(1)
 
 

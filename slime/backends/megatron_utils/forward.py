@@ -16,7 +16,10 @@ from torch import nn
 from slime.backends.megatron_utils import heads
 from slime.backends.megatron_utils.attention import packed_row
 from slime.backends.megatron_utils.drafts import Drafting, draft_row
-from slime.backends.megatron_utils.rotary import Rotary
+from slime.backends.megatron_utils.rotary import Rotary, RotaryTables
+from slime.modeling.attention import PackedSequences
+from slime.modeling.cudnn_attention import LongSequences
+from slime.modeling.kept_attention import KeptAttention
 from slime.training.batch import MicroBatch
 from slime.training.context_parallel import ContextParallel, LocalRow, local_row
 
@@ -56,16 +59,24 @@ class RowForward:
         chunks: this rank's model chunks, wrapped for data parallelism or not.
         rotary: None if the attention layers rotate by themselves.
         pad_multiple: rows are padded to a multiple of it.
+        cudnn_attention: cuDNN attends to long sequences; see `LongSequences`.
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], config, cp: ContextParallel, rotary: Rotary | None, pad_multiple: int = 1
+        self,
+        chunks: Sequence[nn.Module],
+        config,
+        cp: ContextParallel,
+        rotary: Rotary | None,
+        pad_multiple: int = 1,
+        cudnn_attention: bool = False,
     ):
         self.chunks = list(chunks)
         self.config = config
         self.cp = cp
         self.rotary = rotary
         self.pad_multiple = pad_multiple * config.tensor_model_parallel_size
+        self.cudnn_attention = cudnn_attention
         self._run = get_forward_backward_func()
 
     def run(
@@ -89,6 +100,8 @@ class RowForward:
             drafts: for what the draft layers predict [layers, R], which comes last.
         """
 
+        sequences = self._sequences(recomputed=backward and self.config.recompute_granularity == "full")
+
         def step(iterator, chunk):
             index, batch = next(iterator)
             whole = padded(batch, self.pad_multiple, self.cp.size)
@@ -97,10 +110,11 @@ class RowForward:
             if drafts is not None:
                 depths = range(1, self.config.mtp_num_layers + 1)
                 wanted = Drafting(wanted, drafts, [draft_row(whole, row, depth) for depth in depths])
+            packed = packed_row(row, self._tables(row), sequences)
             with ExitStack() as stack:
                 for around in arounds:
                     stack.enter_context(around(chunk, index, row, whole))
-                output = chunk(row.tokens, row.position_ids, self._packed(row), wanted)
+                output = chunk(row.tokens, row.position_ids, packed, wanted)
             return output, partial(finish, index, batch, row)
 
         def finish(index, batch, row, output):
@@ -119,9 +133,13 @@ class RowForward:
             forward_only=not backward,
         )
 
-    def _packed(self, row: LocalRow):
-        tables = None if self.rotary is None else self.rotary.tables(row.position_ids, self.config.params_dtype)
-        return packed_row(row, tables)
+    def _tables(self, row: LocalRow) -> RotaryTables | None:
+        return None if self.rotary is None else self.rotary.tables(row.position_ids, self.config.params_dtype)
+
+    def _sequences(self, recomputed: bool) -> Callable[..., PackedSequences]:
+        if self.cudnn_attention:
+            return partial(LongSequences, keep=recomputed, reentrant=True)
+        return partial(KeptAttention, reentrant=True) if recomputed else PackedSequences
 
 
 class Forward(RowForward):

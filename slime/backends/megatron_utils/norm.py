@@ -27,6 +27,10 @@ class RMSNorm(nn.Module):
         if self.zero_centered:
             wide = torch.promote_types(x.dtype, torch.float32)
             return nn.functional.rms_norm(x.to(wide), x.shape[-1:], 1 + self.weight.to(wide), self.eps).to(x.dtype)
+        if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+            from slime.modeling.triton_ops import RMSNorm as FusedNorm
+
+            return FusedNorm.apply(x, self.weight, self.eps)
         return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

@@ -61,8 +61,19 @@ class RotaryTables:
     sin: torch.Tensor
     interleaved: bool
 
-    def rotate(self, x_THD: torch.Tensor) -> torch.Tensor:
+    def rotate(self, query_THD: torch.Tensor, key_TGD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate the first `dim` entries of every head; the rest passes."""
+        whole = self.cos.shape[-1] == query_THD.shape[-1] == key_TGD.shape[-1]
+        if query_THD.is_cuda and query_THD.dtype != torch.float32 and whole and not self.interleaved:
+            from slime.modeling.triton_ops import Rotary as FusedRotary
+
+            heads_first = (x.transpose(0, 1)[None] for x in (query_THD, key_TGD))
+            tables = (x.transpose(0, 1) for x in (self.cos, self.sin))
+            query, key = FusedRotary.apply(*heads_first, *tables)
+            return query[0].transpose(0, 1), key[0].transpose(0, 1)
+        return self._rotated(query_THD), self._rotated(key_TGD)
+
+    def _rotated(self, x_THD: torch.Tensor) -> torch.Tensor:
         dim = self.cos.shape[-1]
         x, rest = x_THD[..., :dim], x_THD[..., dim:]
         if self.interleaved:

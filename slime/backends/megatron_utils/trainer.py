@@ -17,6 +17,7 @@ from slime.backends.common.trainer import Trainer
 from slime.backends.megatron_utils import compat, hooks
 from slime.backends.megatron_utils.architecture import Architecture, read_architecture
 from slime.backends.megatron_utils.settings import config_overrides, ddp_options, optimizer_options, parallel_sizes
+from slime.modeling.cudnn_attention import prefers_cudnn
 from slime.training.batch import MicroBatch
 from slime.training.rollout_data import RankData
 from slime.utils.checkpoint_files import is_hf_directory
@@ -117,13 +118,17 @@ class MegatronTrainer(Trainer):
         """What every `RowForward` is made of."""
         from slime.backends.megatron_utils.rotary import Rotary
 
+        args = self.args
         latent = architecture.get("multi_latent_attention")
         return {
             "chunks": chunks,
             "config": config,
             "cp": self.cp,
             "rotary": None if latent else Rotary(architecture.rope, self.device),
-            "pad_multiple": self.args.data_pad_size_multiplier,
+            "pad_multiple": args.data_pad_size_multiplier,
+            "cudnn_attention": prefers_cudnn(
+                args.attn_implementation, self.device, self.dtype, args.deterministic_mode
+            ),
         }
 
     def _build_optimizer(self) -> None:

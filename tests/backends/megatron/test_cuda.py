@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from slime.modeling import cudnn_attention
+from slime.training.rollout_data import RankData
 from tests.backends.megatron.worlds import start_trainer, stop_trainer, train_rollout
-from tests.backends.trainers import run_world, trainer_args
+from tests.backends.trainers import long_rollout_batch, rollout_parts, run_world, trainer_args
 from tests.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -83,6 +85,32 @@ def test_moments_on_the_host_give_the_same_weights(results):
         assert (host[key] - expected).abs().max() <= 2 * expected.abs().max() * torch.finfo(torch.bfloat16).eps, key
 
 
+def train_on_long_sequences(rank, world_size, port, model_dir):
+    """Two rollouts, so that the second one's gradients are of what the first one's gave. --ci-test checks that
+    log-prob passes and training have the same bits."""
+    out = {}
+    for recompute in ((), ("--gradient-checkpointing",)):
+        for implementation in ("auto", "slime_varlen"):
+            args = trainer_args(model_dir, *FLAGS, *recompute, "--attn-implementation", implementation)
+            trainer = start_trainer(args, rank, world_size, port, with_ref=True)
+            batch = long_rollout_batch([5000, 300, 4100, 20] * 2)
+            metrics = [trainer.train_on(i, RankData(rollout_parts(args, batch, 1)[0])) for i in range(2)]
+            out[implementation, recompute] = [m[f"train/{name}"] for m in metrics for name in ("loss", "grad_norm")]
+            stop_trainer()
+            del trainer
+    return out, cudnn_attention.works.cache_info().misses
+
+
+def test_long_sequences(tmp_path):
+    """cuDNN's losses and gradients, also where attention is kept for recomputed layers, are the packed kernels'."""
+    save_tiny_model(str(tmp_path / "model"), head_dim=64, hidden_size=1024, num_hidden_layers=4)
+    ((results, trials),) = run_world(train_on_long_sequences, 1, str(tmp_path / "model"))
+    assert trials == (torch.cuda.get_device_capability()[0] >= 9)
+    expected = results["slime_varlen", ()]
+    for got in results.values():
+        assert got == pytest.approx(expected, rel=0.02, abs=2e-3)
+
+
 def save_in_the_background(rank, world_size, port, model_dir, save):
     """{optimizer: (parameters when it was saved, those that were loaded)}"""
     results = {}
@@ -93,7 +121,7 @@ def save_in_the_background(rank, world_size, port, model_dir, save):
             args.load, args.no_load_optim, args.no_load_rng, args.finetune = None, False, False, False
             args.start_rollout_id = None
             vars(args).update(changes)
-            return start_trainer(args, rank, world_size, port)
+            return start_trainer(args, rank, world_size, port, with_ref=True)
 
         first = trainer(save=f"{save}/{name}", async_save=True)
         train_rollout(first, 0)

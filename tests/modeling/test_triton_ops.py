@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.engine.fused_ops import fuse, rms_norm, rotary
 from slime.modeling.attention import PackedSequences
+from slime.modeling.fuse import fuse
 from slime.modeling.hf import load_causal_lm
+from slime.modeling.triton_ops import rms_norm, rotary
 
 pytestmark = pytest.mark.integration
 
@@ -56,7 +57,7 @@ def logits(model):
 def test_a_model_keeps_its_results_and_others_stay_as_they_are(tiny_model_dir):
     model, other = (load_causal_lm(tiny_model_dir, DTYPE, DEVICE) for _ in range(2))
     before = logits(model)
-    assert fuse(model) == (9, 2)
+    assert fuse(model, rms_norm, rotary) == (9, 2)
     assert (logits(model) - before).abs().max() < 4 * TOLERANCE
     assert all("forward" not in vars(module) for module in other.modules())
 
@@ -71,5 +72,5 @@ def test_norms_that_compute_something_else_are_left_alone():
 
     norms = [Gemma2RMSNorm(64), ShiftedRMSNorm(64), Qwen3RMSNorm(64)]
     model = torch.nn.ModuleList(norms).to(DEVICE, DTYPE)
-    assert fuse(model) == (1, 0)
+    assert fuse(model, rms_norm, rotary) == (1, 0)
     assert [("forward" in vars(norm)) for norm in model] == [False, False, True]
