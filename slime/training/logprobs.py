@@ -12,6 +12,8 @@ from slime.training.kept_tokens import KeptTokens
 
 CHUNK_ELEMENTS = 2**27
 """Default size of a chunk of logits (rows x vocabulary): 512 MiB in fp32."""
+KERNEL_CHUNK_ELEMENTS = 2**29
+"""The same for the GPU's kernels, which need no fp32 copies: 1 GiB in bf16."""
 
 
 def token_log_probs(
@@ -44,7 +46,8 @@ def token_log_probs(
     Returns:
         log_probs [R] and entropy [R] (None without `with_entropy`), fp32.
     """
-    chunk_size = _chunk_rows(chunk_size, len(weight_VD))
+    kernels = has_kernels(hidden_RD)
+    chunk_size = _chunk_rows(chunk_size, len(weight_VD), kernels)
     log_probs, entropy = _HeadLogProbs.apply(
         hidden_RD,
         weight_VD,
@@ -55,6 +58,7 @@ def token_log_probs(
         with_entropy and entropy_grad,
         chunk_size,
         kept,
+        kernels,
     )
     return log_probs, entropy if with_entropy else None
 
@@ -76,10 +80,15 @@ def log_probs_from_logits(
     return log_probs, entropy if with_entropy else None
 
 
-def _chunk_rows(chunk_size: int | None, vocab_size: int) -> int:
+def has_kernels(hidden: torch.Tensor) -> bool:
+    """Whether `slime.training.logit_kernels` do what follows from these hidden states."""
+    return hidden.is_cuda and hidden.dtype != torch.float64
+
+
+def _chunk_rows(chunk_size: int | None, vocab_size: int, kernels: bool = False) -> int:
     if chunk_size is not None and chunk_size > 0:
         return chunk_size
-    return max(CHUNK_ELEMENTS // max(vocab_size, 1), 1)
+    return max((KERNEL_CHUNK_ELEMENTS if kernels else CHUNK_ELEMENTS) // max(vocab_size, 1), 1)
 
 
 def _math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -134,13 +143,21 @@ def _chunks(rows: int, size: int) -> list[slice]:
 
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size, kept):
+    def forward(
+        ctx, hidden, weight, bias, targets, temperature, with_entropy, entropy_grad, chunk_size, kept, kernels
+    ):
         log_probs, entropy = _outputs(hidden, with_entropy)
+        log_sums = torch.empty_like(log_probs) if kernels else None
         for rows in _chunks(hidden.shape[0], chunk_size):
             logits = _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), kept, rows, targets)
             out = entropy[rows] if with_entropy else None
-            _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+            if kernels:
+                from slime.training.logit_kernels import summarise
+
+                summarise(logits, targets[rows], temperature, log_probs[rows], out, log_sums[rows])
+            else:
+                _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_sums)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -148,23 +165,27 @@ class _HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, log_sums = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         dtype = _math_dtype(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if want_bias else None
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
-            grad = _backward_chunk(
-                _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), ctx.kept, rows, targets),
-                targets[rows],
-                ctx.temperature,
+            logits = _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), ctx.kept, rows, targets)
+            grads = (
                 grad_log_probs[rows],
                 entropy[rows] if ctx.entropy_grad else None,
                 grad_entropy[rows] if ctx.entropy_grad else None,
             )
+            if log_sums is None:
+                grad = _backward_chunk(logits, targets[rows], ctx.temperature, *grads)
+            else:
+                from slime.training.logit_kernels import gradient_
+
+                grad = gradient_(logits, targets[rows], ctx.temperature, log_sums[rows], *grads)
             if want_bias:
-                grad_bias += grad.sum(0)
+                grad_bias += grad.sum(0, dtype=dtype)
             grad = grad.to(hidden.dtype)
             if want_hidden:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -174,7 +195,7 @@ class _HeadLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if want_bias:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
 def _add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

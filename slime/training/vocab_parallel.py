@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slime.training.kept_tokens import KeptTokens
-from slime.training.logprobs import _add_matmul, _chunk_rows, _chunks, _math_dtype
+from slime.training.logprobs import _add_matmul, _chunk_rows, _chunks, _math_dtype, has_kernels
 
 
 def vocab_parallel_log_probs(
@@ -40,7 +40,7 @@ def vocab_parallel_log_probs(
     Returns:
         log_probs [R] and entropy [R] (None without `with_entropy`), in fp32 (float64 for float64 inputs).
     """
-    chunk_size = _chunk_rows(chunk_size, len(weight_VD))
+    chunk_size = _chunk_rows(chunk_size, len(weight_VD), has_kernels(hidden_RD))
     logits = _Logits(temperature, first_token, targets_R - first_token, kept)
     log_probs, entropy = _VocabParallelLogProbs.apply(
         hidden_RD, weight_VD, logits, group, with_entropy and entropy_grad, chunk_size
@@ -126,6 +126,10 @@ def _summarise(logits, targets, temperature, log_probs_out, entropy_out, log_sum
 
     Where nothing of it could be sampled they are not finite.
     """
+    if has_kernels(logits):
+        from slime.training.logit_kernels import summarise
+
+        return summarise(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out)
     z = logits.to(_math_dtype(logits.dtype)) / temperature
     log_sums_out.copy_(z.logsumexp(-1))
     log_probs = z - log_sums_out[:, None]
@@ -156,6 +160,10 @@ def _logits_gradient(logits, targets, temperature, log_sums, grad_log_probs, ent
         targets: -1 where the target is in another part.
         log_sums, entropy: over all parts; `entropy` and `grad_entropy` are None where the entropy has no gradient.
     """
+    if has_kernels(logits):
+        from slime.training.logit_kernels import gradient_
+
+        return gradient_(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy)
     probs = (logits.to(_math_dtype(logits.dtype)) / temperature - log_sums[:, None]).exp_()
     grad = probs * -grad_log_probs[:, None]
     if entropy is not None:

@@ -23,8 +23,8 @@ ENGINE_RELEASED = 3.0 * GIB
 """The same of an engine whose weights and KV cache are released, with its CUDA graphs."""
 ENGINE_WORKSPACE = 1.0 * GIB
 """What a serving engine takes beyond its static share."""
-HEAD_CHUNK = 2 * 4 * 2**27
-"""Two chunks of logits (slime.training.logprobs.CHUNK_ELEMENTS in fp32)."""
+HEAD_CHUNK = 2 * 2**29
+"""A chunk of logits (slime.training.logprobs.KERNEL_CHUNK_ELEMENTS in bf16)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8}
 MARGIN_TOKENS = 64
 
