@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def fleet(local_ray, tmp_path, tiny_model_dir):
-    """One embedded engine that serves, probed each half second and given four seconds to answer."""
+    """One embedded engine that serves; to be probed each half second and given four seconds to answer."""
     from ray.util.placement_group import remove_placement_group
 
     prompts = str(write_prompts(tmp_path / "prompts.jsonl", 1))
@@ -35,7 +35,6 @@ def fleet(local_ray, tmp_path, tiny_model_dir):
         fleet.start()
         fleet.prepare_update()
         fleet.finish_update()
-        HealthMonitor(fleet).start()
         yield fleet
     finally:
         fleet.dispose()
@@ -59,6 +58,7 @@ def test_an_engine_that_hangs_while_it_waits_for_weights_is_replaced(fleet):
 
     # Paused, as while it gets weights, it answers no generation and is left alone.
     ray.get(engine.actor.pause_generation.remote("in_place"))
+    HealthMonitor(fleet).start()
     probes = set()
     eventually(fleet, lambda: len(probes.add(engine.probed_at) or probes) == 4)
     assert engine.state is State.UNSYNCED and fleet.restarts == 0
