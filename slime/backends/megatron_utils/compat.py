@@ -179,6 +179,14 @@ def submodules_of(mlp: Any) -> Any:
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
+def set_experts(moe: Any, kind: type) -> None:
+    """Let the submodules of a layer with experts have those of class `kind`: specs differ as in `of_class`."""
+    if isinstance(moe.experts, functools.partial):
+        moe.experts = functools.partial(kind, *moe.experts.args, **moe.experts.keywords)
+    else:
+        moe.experts.module = kind
+
+
 def _disable_compilation() -> None:
     """Megatron compiles its small fused functions when they are defined. On CPU that costs more than it gives, and
     ranks that compile at once spoil each other's cache; so it is switched off while they are imported."""

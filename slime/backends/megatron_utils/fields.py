@@ -53,7 +53,7 @@ REFUSED: dict[str, str] = {
         "apply_rope_fusion fused_single_qkv_rope gradient_accumulation_fusion masked_softmax_fusion "
         "persist_layer_norm memory_efficient_layer_norm cpu_offloading cpu_offloading_num_layers "
         "cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering delay_wgrad_compute "
-        "moe_permute_fusion moe_router_fusion moe_grouped_gemm moe_use_legacy_grouped_gemm "
+        "moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm "
         "moe_router_padding_for_quantization moe_router_padding_for_fp8 use_te_activation_func use_te_rng_tracker "
         "disable_parameter_transpose_cache symmetric_ar_type fine_grained_activation_offloading offload_modules "
         "min_offloaded_tensor_size activation_func_fp8_input_store use_kitchen use_kitchen_attention "

@@ -64,7 +64,7 @@ def transformer_config(
         # Two stages are each other's next and previous: sends in batches are then received as the wrong ones.
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if architecture.get("num_moe_experts"):
-        fields["moe_grouped_gemm"] = False
+        fields["moe_grouped_gemm"] = True
         if dtype == torch.float64:
             fields["moe_router_dtype"] = "fp64"
     kind = MLATransformerConfig if latent else TransformerConfig

@@ -24,8 +24,9 @@ from torch import nn
 from slime.backends.megatron_utils.architecture import Architecture, padded_vocab_size
 from slime.backends.megatron_utils.attention import PackedAttention, PackedRow
 from slime.backends.megatron_utils.balance import BalancedRouter
-from slime.backends.megatron_utils.compat import of_class, submodules_of
+from slime.backends.megatron_utils.compat import of_class, set_experts, submodules_of
 from slime.backends.megatron_utils.drafts import Drafting, draft_block_spec, keep_activations, unnoticed
+from slime.backends.megatron_utils.experts import GroupedExperts
 from slime.backends.megatron_utils.latent import LatentAttention
 from slime.backends.megatron_utils.norm import RMSNorm
 from slime.backends.megatron_utils.sandwich import SandwichAttention, SandwichMLP
@@ -60,6 +61,7 @@ def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
             attention.k_layernorm = RMSNorm
     if experts:
         submodules_of(layer.mlp).router = BalancedRouter
+        set_experts(submodules_of(layer.mlp), GroupedExperts)
     if post_norms:
         layer.self_attention.module = SandwichAttention
         layer.mlp = of_class(layer.mlp, SandwichMLP)

@@ -101,7 +101,7 @@ def test_flags_of_existing_launch_scripts_are_right(tmp_path):
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 "
         "--moe-layer-freq [1]*48 --no-bias-swiglu-fusion --ddp-bucket-size 1000000 --overlap-grad-reduce "
         "--padded-vocab-size 151936 --optimizer-cpu-offload --no-bias-dropout-fusion --no-rope-fusion "
-        "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+        "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --moe-grouped-gemm"
     )
     words = [*flags.split(), "--make-vocab-size-divisible-by", "64"]
     assert problems(tmp_path, CONFIGS["qwen3-30B-A3B"], *words) == ""
@@ -110,10 +110,13 @@ def test_flags_of_existing_launch_scripts_are_right(tmp_path):
 @pytest.mark.unit
 def test_given_fields_reach_their_classes(tmp_path):
     save_tiny_model(str(tmp_path))
-    flags = "--train-backend megatron --no-bias-swiglu-fusion --bucket-size 77 --apply-wd-to-qk-layernorm"
+    flags = (
+        "--train-backend megatron --no-bias-swiglu-fusion --bucket-size 77 --apply-wd-to-qk-layernorm "
+        "--no-moe-grouped-gemm"
+    )
     args = trainer_args(str(tmp_path), *flags.split(), "--recompute-modules", "mlp", "core_attn")
     overrides = config_overrides(args)
-    assert overrides["bias_activation_fusion"] is False
+    assert overrides["bias_activation_fusion"] is overrides["moe_grouped_gemm"] is False
     assert overrides["recompute_modules"] == ["mlp", "core_attn"]
     assert ddp_options(args) == {"bucket_size": 77}
     assert optimizer_options(args) == {"host": False, "apply_wd_to_qk_layernorm": True}
