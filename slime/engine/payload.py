@@ -63,6 +63,9 @@ _DTYPES = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype) and value.itemsize <= 16
 }
 
+LOAD_FORMATS = (None, "flattened_bucket")
+"""How the tensors of an update come: each by itself, or all in one."""
+
 
 class SafeUnpickler(pickle.Unpickler):
     """Finds nothing but what rebuilds tensors and plain containers."""

@@ -6,6 +6,7 @@ so one trainer speaks to both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from slime.engine.payload import parse_dtype
+from slime.engine.payload import LOAD_FORMATS, parse_dtype
 from slime.engine.protocol import RequestError
-from slime.engine.weights import Named, WeightStore
+from slime.engine.weights import WeightStore
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -74,12 +75,15 @@ class WeightGroups:
         """Receive what /update_weights_from_distributed announces, then load it. Blocks until the trainer sent all.
 
         Raises:
-            RequestError: lists that do not match, an unknown weight (found before the first broadcast), or a trainer
-                that went away.
+            RequestError: lists that do not match, an unknown weight or format (found before the first broadcast), or
+                a trainer that went away.
         """
         group = self.groups.get(body.get("group_name", "weight_update_group"))
         if group is None:
             raise RequestError(f"there is no group {body.get('group_name')!r}: POST /init_weights_update_group first")
+        load_format = body.get("load_format")
+        if load_format not in LOAD_FORMATS:
+            raise RequestError(f"load_format {load_format!r} is not supported; use flattened_bucket or none")
         names, dtypes, shapes = body.get("names"), body.get("dtypes"), body.get("shapes")
         if not all(isinstance(x, list) for x in (names, dtypes, shapes)) or not len(names) == len(dtypes) == len(
             shapes
@@ -87,16 +91,35 @@ class WeightGroups:
             raise RequestError("names, dtypes and shapes must be lists of one length")
         if not all(isinstance(shape, list) and all(type(n) is int for n in shape) for shape in shapes):
             raise RequestError("shapes must be lists of integers")
+        shapes = [torch.Size(shape) for shape in shapes]
+        for name, shape in zip(names, shapes, strict=True):
+            store.check_fits(name, shape)
         # gloo moves host memory.
         device = self.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        tensors: Named = []
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            store.check_fits(name, shape)
-            tensors.append((name, torch.empty(shape, dtype=parse_dtype(dtype), device=device)))
+        messages, tensors = _memory(shapes, [parse_dtype(dtype) for dtype in dtypes], load_format, device)
         try:
-            handles = [dist.broadcast(tensor, src=0, group=group, async_op=True) for _, tensor in tensors]
+            handles = [dist.broadcast(message, src=0, group=group, async_op=True) for message in messages]
             for handle in handles:
                 handle.wait()
         except RuntimeError as error:
             raise RequestError(f"the broadcast failed, the old weights stay: {error}", status=500) from error
-        store.load(tensors)
+        store.load(list(zip(names, tensors, strict=True)))
+
+
+def _memory(
+    shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], load_format: str | None, device: torch.device
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What to broadcast into, and the tensors in it: of a flattened bucket all bytes at once, else each by itself."""
+    if load_format is None:
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        return tensors, tensors
+    if not shapes:
+        raise RequestError("a flattened bucket must hold a tensor")
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    flat, tensors, start = torch.empty(sum(sizes), dtype=torch.uint8, device=device), [], 0
+    for shape, dtype, size in zip(shapes, dtypes, sizes, strict=True):
+        if start % dtype.itemsize:
+            raise RequestError(f"a bucket cannot hold {dtype} from byte {start} on")
+        tensors.append(flat[start : start + size].view(dtype).view(shape))
+        start += size
+    return [flat], tensors

@@ -85,7 +85,7 @@ class WeightHandlers:
         if not isinstance(serialized, list) or len(serialized) != 1:
             raise RequestError("serialized_named_tensors must be a list with the payload of this engine's one rank")
         load_format = body.get("load_format")
-        if load_format not in (None, "flattened_bucket"):
+        if load_format not in payload.LOAD_FORMATS:
             raise RequestError(f"load_format {load_format!r} is not supported; use flattened_bucket or none")
         flush, version = _flush(body), _version(body)
         content = payload.loads(serialized[0])

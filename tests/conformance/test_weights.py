@@ -112,8 +112,9 @@ def test_published_versions_are_pulled(
     server.error("/pull_weights", places)
 
 
-def test_distributed_over_gloo(server, other_weights, other_model):
-    server.generate(LONG_PROMPT, **SAMPLED)
+@pytest.fixture
+def sync_group(server):
+    """A gloo group with the server, which has an update open."""
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     port = store.port
     del store
@@ -123,21 +124,44 @@ def test_distributed_over_gloo(server, other_weights, other_model):
         group = join_group("127.0.0.1", port, 0, 2, "sync", "gloo")
         joined.result(60)
         server.ok("/begin_weight_update", {})
-        names = sorted(other_weights)
-        for part in (names[:9], names[9:]):
-            body = {"group_name": "sync", "weight_version": "6", "flush_cache": False, "names": part}
-            body["dtypes"] = ["float32"] * len(part)
-            body["shapes"] = [list(other_weights[name].shape) for name in part]
-            updated = pool.submit(server.ok, "/update_weights_from_distributed", body)
-            for name in part:
-                dist.broadcast(other_weights[name], src=0, group=group)
-            updated.result(60)
-        server.ok("/end_weight_update", {})
+        yield group
+        server.request("/end_weight_update", {})
         left = pool.submit(server.ok, "/destroy_weights_update_group", {"group_name": "sync"})
         dist.destroy_process_group(group)
         left.result(60)
-    check_fresh(server, other_model, "6")
     server.error("/destroy_weights_update_group", {"group_name": "sync"})
+
+
+def announcement(weights, names, **more):
+    shapes = [list(weights[name].shape) for name in names]
+    body = {"group_name": "sync", "weight_version": "6", "flush_cache": False, "names": names, "shapes": shapes}
+    return body | {"dtypes": [str(weights[name].dtype).removeprefix("torch.") for name in names], **more}
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_distributed_over_gloo(server, sync_group, other_weights, other_model, load_format):
+    server.generate(LONG_PROMPT, **SAMPLED)
+    names = sorted(other_weights)
+    # Engines cast: a bucket may hold several dtypes.
+    mixed = other_weights | {names[0]: other_weights[names[0]].double()}
+    with ThreadPoolExecutor(1) as pool:
+        for part in (names[:9], names[9:]):
+            body = announcement(mixed, part, load_format=load_format)
+            updated = pool.submit(server.ok, "/update_weights_from_distributed", body)
+            tensors = [mixed[name] for name in part]
+            if load_format:
+                tensors = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])]
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0, group=sync_group)
+            updated.result(60)
+    server.ok("/end_weight_update", {})
+    check_fresh(server, other_model, "6")
+
+
+def test_a_bucket_without_tensors_is_refused(server, sync_group, hf_model):
+    server.error("/update_weights_from_distributed", announcement({}, [], load_format="flattened_bucket"))
+    server.ok("/end_weight_update", {})
+    assert is_from(hf_model, server.generate(LONG_PROMPT, **SAMPLED))
 
 
 def test_an_update_needs_its_session(server, other_weights, tiny_model_dir):
