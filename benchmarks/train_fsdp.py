@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from benchmarks.environment import describe, write_result
+from benchmarks.shapes import SHAPES, classes_of, shape_of
 from slime.arguments.entry import load_args
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.modeling.attention import PackedSequences
@@ -43,48 +44,21 @@ from slime.training.rollout_data import RankData, partition_rollout_data
 from slime.training.schedule import build_dp_schedule
 
 PEAK_FLOPS = 989e12
-QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
-SHAPES = {
-    "tiny": {
-        "vocab_size": 2048,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "qwen3-0.6b": {
-        **QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-    },
-    "qwen3-4b": {
-        **QWEN3,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-}
 
 
-def save_model(path: str, shape: str, tokens: int, device: str) -> None:
+def save_model(path: str, shape: dict, tokens: int, device: str) -> None:
     """A random Qwen3 checkpoint of that shape, made on `device`: billions of random numbers take long on a CPU."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     from slime.quickstart.tokenizer import train_tokenizer
 
     train_tokenizer(["one two three"]).save_pretrained(path)
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=max(tokens, 4096), tie_word_embeddings=True)
+    config_class, model_class = classes_of(shape)
+    config = config_class(**shape, max_position_embeddings=max(tokens, 4096))
     with torch.device(device):
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+        model_class._from_config(config, dtype=torch.bfloat16).save_pretrained(path)
 
 
-def model_process(path: str, shape: str, tokens: int, device: str) -> None:
+def model_process(path: str, shape: dict, tokens: int, device: str) -> None:
     """`save_model` in a process of its own, which leaves nothing on the GPU."""
     process = torch.multiprocessing.get_context("spawn").Process(target=save_model, args=(path, shape, tokens, device))
     process.start()
@@ -170,7 +144,7 @@ def rollout_part(args, options, rank: int) -> dict:
     rng = np.random.default_rng(0)
     count, length = options.rows * options.gpus * options.sequences, options.tokens // options.sequences
     batch = {
-        "tokens": [rng.integers(0, SHAPES[options.shape]["vocab_size"], length) for _ in range(count)],
+        "tokens": [rng.integers(0, shape_of(options)["vocab_size"], length) for _ in range(count)],
         "total_lengths": [length] * count,
         "response_lengths": [length - 1] * count,
         "loss_masks": [np.ones(length - 1)] * count,
@@ -216,7 +190,7 @@ def measure(rank: int, options, model: str) -> dict | None:
     result = None
     if rank == 0:
         best = int(np.argmin(seconds))
-        flops = step_flops(SHAPES[options.shape], lengths) * options.gpus
+        flops = step_flops(shape_of(options), lengths) * options.gpus
         tokens = sum(lengths) * options.gpus
         result = {
             "tokens_per_s": tokens / seconds[best],
@@ -248,7 +222,7 @@ def profile(trainer: TimedTrainer, part: dict, path: str) -> None:
 
 def operations(options) -> dict:
     """Milliseconds of attention and of the log-prob operation alone, forward and backward, for one row."""
-    shape, cuda = SHAPES[options.shape], options.device == "cuda"
+    shape, cuda = shape_of(options), options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     make = {"device": options.device, "dtype": dtype}
     tokens = options.tokens
@@ -302,6 +276,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--tokens", type=int, default=512, help="tokens per row")
     parser.add_argument("--rows", type=int, default=2, help="rows (micro-batches) per step and GPU")
     parser.add_argument("--sequences", type=int, default=1, help="sequences that a row is packed from")
@@ -348,7 +323,7 @@ def _process(rank: int, options, model: str, queue) -> None:
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as model:
-        model_process(model, options.shape, options.tokens, options.device)
+        model_process(model, shape_of(options), options.tokens, options.device)
         result = measure(0, options, model) if options.gpus == 1 else measure_ranks(options, model)
     if not options.no_operations:
         result["operations"] = operations(options)

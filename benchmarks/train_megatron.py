@@ -3,7 +3,12 @@
 `python benchmarks/train_megatron.py --device cuda --shape qwen3-0.6b --tokens 16384 --rows 2` runs the same model,
 rows and algorithm as `train_fsdp.py` with the same options; FLOPs and MFU are counted as there. `--gpus 8 --
 --tensor-model-parallel-size 2 --sequence-parallel` cuts it over as many processes; `--rows` is then per data-parallel
-rank. `--device cpu --shape tiny` checks the script. The result goes to benchmarks/results/.
+rank. Of a model with experts the ones that a token visits count; what does not fit is cut by `--layers`:
+
+    python benchmarks/train_megatron.py --device cuda --shape qwen3-30b-a3b --layers 4 --tokens 8192 \\
+        -- --no-moe-grouped-gemm
+
+`--device cpu --shape tiny` checks the script. The result goes to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ import numpy as np
 import torch
 
 from benchmarks.environment import describe, write_result
-from benchmarks.train_fsdp import PEAK_FLOPS, SHAPES, rollout_part, save_model, step_flops
+from benchmarks.shapes import SHAPES, shape_of
+from benchmarks.train_fsdp import PEAK_FLOPS, model_process, rollout_part, step_flops
 from slime.arguments.entry import load_args
 from slime.backends.megatron_utils.actor import MegatronTrainRayActor
 from slime.training.rollout_data import RankData
@@ -76,7 +82,7 @@ def measure(rank: int, options: Namespace, model: str) -> dict | None:
     result = None
     if rank == 0:
         best, tokens = min(seconds), sum(part["total_lengths"]) * data_ranks
-        flops = step_flops(SHAPES[options.shape], part["total_lengths"]) * data_ranks
+        flops = step_flops(shape_of(options), part["total_lengths"]) * data_ranks
         result = {
             "tokens_per_s": tokens / best,
             "tokens_per_s_median": tokens / float(np.median(seconds)),
@@ -99,6 +105,7 @@ def parse() -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--tokens", type=int, default=512, help="tokens per row")
     parser.add_argument("--rows", type=int, default=2, help="rows (micro-batches) per step and data-parallel rank")
     parser.add_argument("--sequences", type=int, default=1, help="sequences that a row is packed from")
@@ -120,7 +127,7 @@ def _process(rank: int, options: Namespace, model: str, queue) -> None:
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as model:
-        save_model(model, options.shape, options.tokens, options.device)
+        model_process(model, shape_of(options), options.tokens, options.device)
         if options.gpus == 1:
             result = measure(0, options, model)
         else:

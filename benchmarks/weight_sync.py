@@ -7,7 +7,7 @@ conversion, transport and loading are those of a run, and `WeightUpdater.check` 
     python benchmarks/weight_sync.py --shape qwen3-30b-a3b --gpus 4 --engine-gpus 4 --device cuda -- \
         --expert-model-parallel-size 4 --sglang-attention-backend triton
 
-`--device cpu --shape tiny --engine embedded` checks the script. The result goes to benchmarks/results/.
+`--device cpu --shape tiny-moe --engine embedded` checks the script. The result goes to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -28,50 +28,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.environment import describe, write_result
-
-EXPERTS = {"num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-SHAPES = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": 16,
-        **EXPERTS,
-    },
-    "qwen3-30b-a3b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        **EXPERTS,
-    },
-}
+from benchmarks.shapes import SHAPES, classes_of, shape_of
 
 
 def write_model(path: Path, shape: dict, with_weights: bool) -> None:
     """Config and tokenizer; weights for an engine that cannot make them up."""
     from safetensors.torch import save_file
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from slime.quickstart.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(["one two three"])
     tokenizer.save_pretrained(path)
     (path / "prompts.jsonl").write_text('{"input": "one"}\n')
-    config = Qwen3MoeConfig(**{"vocab_size": len(tokenizer), **shape}, max_position_embeddings=4096)
-    config.architectures = ["Qwen3MoeForCausalLM"]
+    config_class, model_class = classes_of(shape)
+    config = config_class(**shape, max_position_embeddings=4096)
+    config.architectures = [model_class.__name__]
     config.save_pretrained(path)
     if with_weights:
-        Qwen3MoeForCausalLM(config).to(torch.float32).save_pretrained(path)
+        model_class(config).to(torch.float32).save_pretrained(path)
     else:
         save_file({}, path / "model.safetensors")  # nothing reads it
 
@@ -166,8 +140,7 @@ def trainer(rank: int, options: Namespace, args: Namespace, urls: list[str], que
 
 def measure(options: Namespace, directory: Path) -> dict:
     model = directory / "model"
-    shape = SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {})
-    write_model(model, shape, with_weights=options.engine == "embedded")
+    write_model(model, shape_of(options), with_weights=options.engine == "embedded")
     args = slime_args(options, str(model), str(directory / "run"))
     servers = start_engines(options, args, directory)
     try:
@@ -193,7 +166,7 @@ def measure(options: Namespace, directory: Path) -> dict:
 def parse() -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", default="tiny", choices=tuple(SHAPES))
+    parser.add_argument("--shape", default="tiny-moe", choices=tuple(SHAPES))
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--engine", default="sglang", choices=("sglang", "embedded"))
     parser.add_argument("--gpus", type=int, default=1, help="trainer ranks")
