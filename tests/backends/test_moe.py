@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
+from slime.modeling.attention import PackedSequences
+from slime.modeling.hf import empty_causal_lm, load_causal_lm
 from tests.backends.reference import ReferenceTrainer
 from tests.backends.trainers import (
     make_trainer,
@@ -87,3 +89,23 @@ def test_parameters_and_balance_equal_the_reference(moe_dir, world_size):
             for key, value in reference.params.items():
                 error = (parameters[key].double() - value.detach()).abs().max().item()
                 assert error < 2e-5, (name, key, error)
+
+
+def test_experts_are_computed_by_grouped_products(moe_dir, monkeypatch):
+    product, calls = torch.nn.functional.grouped_mm, []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return product(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    model = load_causal_lm(moe_dir, torch.bfloat16)
+    with torch.no_grad():
+        model.base_model(
+            input_ids=torch.arange(6)[None],
+            position_ids=torch.arange(6)[None],
+            attention_context=PackedSequences([6], "cpu"),
+            use_cache=False,
+        )
+    assert len(calls) == 2 * model.config.num_hidden_layers
+    assert empty_causal_lm(moe_dir, torch.bfloat16).config._experts_implementation == "grouped_mm"
