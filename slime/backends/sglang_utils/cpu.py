@@ -92,6 +92,7 @@ def complete_torchvision() -> None:
     try:
         torch.ops.load_library(library)
     except OSError:
+        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         for name in ("nms", "qnms"):
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{name}", schema)
+            if not hasattr(torch.ops.torchvision, name):
+                torch.library.define(f"torchvision::{name}", schema)
