@@ -177,7 +177,7 @@ def test_weights_reach_an_engine_on_the_same_gpu(model_dir, tmp_path):
         ((memory, reply, expected),) = run_world(sync, 1, model_dir, server.url, str(tmp_path / "run"))
     finally:
         server.stop()
-    assert memory[-1] <= memory[1], memory  # nothing piles up
+    assert memory[-1] <= max(memory[:2]), memory  # nothing piles up
     served = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
     assert (served - expected[-len(served) :]).abs().max() < 0.05
     assert reply["meta_info"]["weight_version"] == "4"

@@ -41,6 +41,16 @@ class HostAdamW(torch.optim.AdamW):
             parameter.copy_(copy, non_blocking=True)
         self._settle()
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As torch's, but the moments stay in host memory: torch moves them to where the parameters are."""
+        super().load_state_dict({**state_dict, "state": {}})
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            if key in state_dict["state"]:
+                state = state_dict["state"][key]
+                self.state[parameter] = {name: on_host(x).copy_(x) if x.is_cuda else x for name, x in state.items()}
+
     def _settle(self) -> None:
         """Wait for copies between pinned host memory and the device."""
         if any(parameter.is_cuda for parameter in self._copies):
