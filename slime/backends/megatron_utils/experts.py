@@ -46,6 +46,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TI: torch.Tensor, groups: Groups, *weights_OI: torch.Tensor) -> torch.Tensor:
         """[T, O]: of each group of the T rows, the product with its weight."""
+        x_TI = x_TI.contiguous()
         ctx.save_for_backward(x_TI, *weights_OI)
         ctx.groups = groups
         return F.grouped_mm(x_TI, torch.stack(weights_OI).transpose(1, 2), offs=groups.ends)
@@ -116,7 +117,8 @@ class GroupedExperts(SequentialMLP):
     ):
         """[T, D] tokens sorted by expert, [E], [T] -> ([T, D], None)."""
         hidden_TD, probs_T = permuted_local_hidden_states, permuted_probs
-        if not (self._can_group and len(hidden_TD) and self.has_kernel(hidden_TD)):
+        # A single row is laid out both ways, of which the kernel may take the wrong one.
+        if not (self._can_group and len(hidden_TD) > 1 and self.has_kernel(hidden_TD)):
             return super().forward(hidden_TD, tokens_per_expert, probs_T)
         groups = Groups.of(tokens_per_expert.tolist(), hidden_TD.device)
         experts = self.local_experts

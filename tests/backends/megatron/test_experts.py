@@ -134,6 +134,7 @@ def alone(rank, world_size, port):
         "inner width 12 in bf16": (make_experts(inner=12, dtype=torch.bfloat16), ROWS["uneven"]),
         "switched off": (make_experts(moe_grouped_gemm=False), ROWS["uneven"]),
         "no tokens": (make_experts(), [0] * EXPERTS),
+        "one token": (make_experts(), [0, 0, 1, 0, 0]),
     }
     found["fallbacks"] = {name: passed(*case)[1] for name, case in looped.items()}
     plain = make_experts()
