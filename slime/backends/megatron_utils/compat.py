@@ -1,4 +1,5 @@
-"""What stock megatron-core needs to run on CPU with gloo: every difference, in this one module.
+"""What stock megatron-core needs to run without Transformer Engine, and on CPU with gloo: every difference, in this one
+module.
 
 Megatron asks `torch.cuda` for devices, streams and random states, and names the device "cuda". On a machine with
 CUDA `install` changes nothing of that. Without, it gives `torch.cuda` CPU stand-ins for exactly the functions below
@@ -143,6 +144,7 @@ def install() -> bool:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     if torch.cuda.is_available():
         _patch_without_transformer_engine()
+        _patch_unpermute()
         return False
     if _mode is None:
         _disable_compilation()
@@ -251,6 +253,27 @@ def _patch_optimizer_loading() -> None:
         state["step"] = step.clone()
 
     DistributedOptimizer._set_main_param_and_optimizer_states = without_step
+
+
+def _patch_unpermute() -> None:
+    """On a GPU Megatron adds up the outputs of a token's experts in any order, rounding after each: no two passes have
+    the same bits, so that a policy would differ from itself. In the deterministic mode it adds in order."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    stock = token_dispatcher.unpermute
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def in_order(*args, **kwargs):
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+    token_dispatcher.unpermute = in_order
 
 
 def _patch_megatron() -> None:
