@@ -1,5 +1,5 @@
-"""What stock megatron-core needs to run without Transformer Engine, and on CPU with gloo: every difference, in this one
-module.
+"""What stock megatron-core needs to run without Transformer Engine, and on CPU with gloo: all differences, in this
+module alone.
 
 Megatron asks `torch.cuda` for devices, streams and random states, and names the device "cuda". On a machine with
 CUDA `install` changes nothing of that. Without, it gives `torch.cuda` CPU stand-ins for exactly the functions below
