@@ -1,5 +1,7 @@
 """Grouped experts on a GPU: the loop's values and gradients within bf16, the same bits twice; a step of a trainer."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +35,6 @@ FLAGS = (
 VARIANTS = {
     "loop": ("--no-moe-grouped-gemm",),
     "grouped": (),
-    "deterministic": ("--deterministic-mode",),
     "every layer recomputed": ("--gradient-checkpointing",),
     "activation recomputed": ("--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
     "gradients overlapped": ("--overlap-grad-reduce", "--ddp-bucket-size", "100000"),
@@ -97,10 +98,11 @@ def expert_gradients(trainer):
     return torch.cat([weight.main_grad.flatten() for name, weight in named if "local_experts" in name]).cpu()
 
 
-def steps(rank, world_size, port, path):
+def steps(rank, world_size, port, path, variants):
     """{variant: (passes through the grouped product, metrics and experts' gradients of the first step)}"""
     from slime.backends.megatron_utils import compat
 
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as --deterministic-mode has it
     compat.install()
     from slime.backends.megatron_utils import experts
 
@@ -115,7 +117,7 @@ def steps(rank, world_size, port, path):
             return product(*args, **kwargs)
 
     experts.F = Counting()
-    for name, flags in VARIANTS.items():
+    for name, flags in variants.items():
         calls.clear()
         trainer = start_trainer(trainer_args(path, *FLAGS, *flags), rank, world_size, port, with_ref=True)
         metrics = train_rollout(trainer, 0)
@@ -127,10 +129,15 @@ def steps(rank, world_size, port, path):
 
 
 @pytest.fixture(scope="module")
-def stepped(tmp_path_factory):
+def model_dir(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("experts"))
     save_tiny_moe(path, **SHAPE)
-    return run_world(steps, 1, path)[0]
+    return path
+
+
+@pytest.fixture(scope="module")
+def stepped(model_dir):
+    return run_world(steps, 1, model_dir, VARIANTS)[0]
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "loop"])
@@ -141,3 +148,9 @@ def test_a_step_is_that_of_the_loop(stepped, name):
     assert metrics["train/entropy_loss"] == pytest.approx(wanted["train/entropy_loss"], rel=1e-3)
     # Roundings, and tokens whose next experts they change.
     assert expected.norm() > 0 and (gradients - expected).norm() <= 0.1 * expected.norm()
+
+
+def test_a_deterministic_step_has_the_same_bits_twice(model_dir):
+    twice = {"first": ("--deterministic-mode",), "second": ("--deterministic-mode",)}
+    (calls, _, first), (_, _, second) = run_world(steps, 1, model_dir, twice)[0].values()
+    assert calls > 0 and torch.equal(first, second)
