@@ -3,16 +3,19 @@
 SGLang imports two packages at start whose PyPI wheels need CUDA, although nothing of them is called on this path:
 sgl_kernel, and torchvision (for images). Where they are not installed, stand-ins let SGLang be imported; a torchvision
 for CUDA is completed instead (releases up to 0.5.20 need one). Host memory that it registers with the CUDA driver, for
-faster copies to the device, stays as it is. On a GPU machine nothing here has any effect.
+faster copies to the device, stays as it is, and so does what its adapters would pin. On a GPU machine nothing here has
+any effect.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,8 @@ def install_shims() -> None:
         return
     sys.modules["sgl_kernel"] = StandIn("sgl_kernel", suffix="_cpu")
     _register_nothing()
+    if "--enable-lora" in sys.argv:  # of the server, in the processes that it spawns too
+        _pin_nothing()
     if importlib.util.find_spec("torchvision") is not None:
         complete_torchvision()
         return
@@ -82,6 +87,22 @@ def _register_nothing() -> None:
     if not torch.cuda.is_available():
         names = ("cudaHostRegister", "cudaHostUnregister")
         torch.cuda.cudart = lambda: types.SimpleNamespace(**dict.fromkeys(names, lambda *args: 0))
+
+
+def _pin_nothing() -> None:
+    """Tensors of adapters are made in plain memory: torch pins none without a device, and raises."""
+    import torch
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return make(*args, **{**kwargs, "pin_memory": False})
+
+        return wrapper
+
+    if not torch.accelerator.is_available():
+        torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
+        torch.Tensor.pin_memory = lambda self, *args: self
 
 
 def complete_torchvision() -> None:

@@ -55,3 +55,12 @@ def test_a_frozen_model_beside_the_policy(tmp_path, tiny_model_dir):
     check(run)
     steps = run.metrics("train/step")
     assert abs(steps[0]["train/opd_reverse_kl"]) < 1e-4 < abs(steps[-1]["train/opd_reverse_kl"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+def test_an_adapter_beside_its_base(tmp_path, tiny_model_dir):
+    flags = ["--lora-rank", 4, "--lora-sync", "adapter", "--sglang-lora-backend", "torch_native", "--lr", 1e-2]
+    flags += ["--rollout-num-gpus", 1, "--use-kl-loss", "--kl-loss-coef", 0.1, "--kl-loss-type", "k3"]
+    run = TrainRun(tmp_path, tiny_model_dir, *SGLANG, *flags, "--ref-load", tiny_model_dir)
+    check(run)
+    assert run.metrics("train/step")[-1]["train/kl_loss"] > 1e-5  # the adapter says other things than its base
