@@ -306,7 +306,9 @@ def measure_ranks(options, model: str) -> dict:
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
-            code = running.pop(sentinel).exitcode
+            ended = running.pop(sentinel)
+            ended.join()  # the sentinel may come before the exit code
+            code = ended.exitcode
             if code != 0:
                 for process in running.values():
                     process.terminate()

@@ -18,7 +18,9 @@ from slime.utils.served_models import ServedModel, engine_args, policy_model
 
 GIB = 1024**3
 TRAINER_ASLEEP = 1.9 * GIB
-"""CUDA context, libraries and NCCL of a trainer that gave its tensors back."""
+"""CUDA context and libraries of a trainer that gave its tensors back."""
+MEGATRON_GROUPS = 3.0 * GIB
+"""What NCCL keeps for the many process groups of Megatron over several GPUs (measured with TP2 x PP2)."""
 ENGINE_RELEASED = 3.0 * GIB
 """The same of an engine whose weights and KV cache are released, with its CUDA graphs."""
 ENGINE_WORKSPACE = 1.0 * GIB
@@ -150,6 +152,12 @@ def engine_kv_bytes(size: ModelSize, args: Namespace) -> int:
     return size.kv_bytes_per_token(max(1, args.rollout_num_gpus_per_engine // replicas), dtype_bytes)
 
 
+def trainer_asleep(args: Namespace) -> float:
+    """What a trainer that gave its tensors back still has on its GPU."""
+    alone = args.actor_num_nodes * args.actor_num_gpus_per_node == 1
+    return TRAINER_ASLEEP + (MEGATRON_GROUPS if args.train_backend == "megatron" and not alone else 0.0)
+
+
 def serving_phase(size: ModelSize, args: Namespace, name: str, gpu_bytes: int | None, beside: float) -> Phase:
     """One GPU of an engine; `args` as the engine reads them. `beside`: what a sleeping trainer takes there."""
     weights, fraction = engine_weight_bytes(size, args), args.sglang_mem_fraction_static
@@ -210,7 +218,8 @@ def activation_bytes(size: ModelSize, args: Namespace) -> float:
     layer = size.layer_activation_bytes(compute) / args.tensor_model_parallel_size
     layers = size.layers / args.pipeline_model_parallel_size
     if args.gradient_checkpointing or args.recompute_granularity == "full":
-        per_token = layers * size["hidden_size"] * compute + layer
+        attended = size["num_attention_heads"] * size.head_dim / args.tensor_model_parallel_size  # not recomputed
+        per_token = layers * (size["hidden_size"] + attended) * compute + layer
     else:
         per_token = layers * layer
     if args.fsdp_offload_activations:
@@ -234,7 +243,7 @@ def predict(args: Namespace, size: ModelSize, sizes: Mapping[str, ModelSize], gp
         copies = 2 if args.use_critic and not args.offload_train else 1  # PPO's critic has the policy's size
         parts = {name: copies * value for name, value in states.items()}
         parts["activations (at most)"] = activation_bytes(size, args)
-        parts["CUDA context"] = TRAINER_ASLEEP
+        parts["CUDA context"] = trainer_asleep(args)
         if args.colocate:
             parts["engine released"] = ENGINE_RELEASED
         phases.append(Phase("training", parts, frozenset((*known, "CUDA context"))))
@@ -252,14 +261,14 @@ def _engine_phases(
     for spec in model.engines():
         own = engine_args(args, model, spec)
         name = "generating" if len(args.served_models) == 1 else f"serving {model.name}"
-        phase = serving_phase(size, own, name, gpu_bytes, TRAINER_ASLEEP if shares else 0.0)
+        phase = serving_phase(size, own, name, gpu_bytes, trainer_asleep(args) if shares else 0.0)
         phases[str(sorted(phase.parts.items()))] = phase
         if shares:
             parts = {
                 "trainer's parameters": trainer_states(trained, args)["parameters"],
                 "engine's weights": engine_weight_bytes(size, own),
                 "buckets": float(min(2 * args.update_weight_buffer_size, trained.params * BYTES[args.dtype])),
-                "contexts": TRAINER_ASLEEP + ENGINE_RELEASED,
+                "contexts": trainer_asleep(args) + ENGINE_RELEASED,
             }
             sync = Phase("updating weights", parts, frozenset(parts))
             phases[str(sorted(parts.items()))] = sync
