@@ -3,8 +3,8 @@
 SGLang imports two packages at start whose PyPI wheels need CUDA, although nothing of them is called on this path:
 sgl_kernel, and torchvision (for images). Where they are not installed, stand-ins let SGLang be imported; a torchvision
 for CUDA is completed instead (releases up to 0.5.20 need one). Host memory that it registers with the CUDA driver, for
-faster copies to the device, stays as it is, and so does what its adapters would pin. On a GPU machine nothing here has
-any effect.
+faster copies to the device, stays as it is, and so does what its adapters and its prefill servers would pin. On a GPU
+machine nothing here has any effect.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ CPU_FLAGS: dict[str, Any] = {
     "sleep_on_idle": True,
 }
 """Server arguments on CPU, where the user gives none."""
+
+PINNING = {"--enable-lora", "--disaggregation-mode"}
+"""What makes SGLang copy from a device to pinned memory even with `--device cpu`."""
 
 
 class StandIn(types.ModuleType):
@@ -65,8 +68,8 @@ def install_shims() -> None:
         return
     sys.modules["sgl_kernel"] = StandIn("sgl_kernel", suffix="_cpu")
     _register_nothing()
-    if "--enable-lora" in sys.argv:  # of the server, in the processes that it spawns too
-        _pin_nothing()
+    if PINNING & set(sys.argv):  # the server's, in the processes that it spawns too
+        _copy_within_host_memory()
     if importlib.util.find_spec("torchvision") is not None:
         complete_torchvision()
         return
@@ -89,8 +92,18 @@ def _register_nothing() -> None:
         torch.cuda.cudart = lambda: types.SimpleNamespace(**dict.fromkeys(names, lambda *args: 0))
 
 
-def _pin_nothing() -> None:
-    """Tensors of adapters are made in plain memory: torch pins none without a device, and raises."""
+class Done:
+    """An event on a CPU: what it was recorded after has happened."""
+
+    def record(self, stream: None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _copy_within_host_memory() -> None:
+    """Tensors to be pinned are made in plain memory, and copies are over when they return: torch raises at both."""
     import torch
 
     def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -101,8 +114,10 @@ def _pin_nothing() -> None:
         return wrapper
 
     if not torch.accelerator.is_available():
-        torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
+        for name in ("empty", "tensor", "zeros"):
+            setattr(torch, name, unpinned(getattr(torch, name)))
         torch.Tensor.pin_memory = lambda self, *args: self
+        torch.cuda.Event, torch.cuda.current_stream = Done, lambda device=None: None
 
 
 def complete_torchvision() -> None:
