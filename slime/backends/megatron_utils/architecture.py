@@ -59,11 +59,11 @@ class Architecture:
         pattern = self.get("moe_layer_freq")
         return [bool(x) for x in pattern] if pattern else [False] * self["num_layers"]
 
-
-_NOT_IN_MEGATRON = {
-    "qwen3_next": "Megatron's gated delta net needs Transformer Engine and flash-linear-attention, and takes no "
-    "packed rows. Use --train-backend fsdp",
-}
+    @property
+    def delta_net_layers(self) -> list[bool]:
+        """Per layer: is there a gated delta net in the place of attention?"""
+        pattern = self.get("linear_attention_freq")
+        return [bool(x) for x in pattern] if pattern else [False] * self["num_layers"]
 
 
 def read_architecture(path: str) -> Architecture:
@@ -88,8 +88,6 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
 def architecture_of(config: dict[str, Any]) -> Architecture:
     """The architecture that a parsed `config.json` describes. Raises as `read_architecture`."""
     model_type = config.get("model_type")
-    if model_type in _NOT_IN_MEGATRON:
-        raise UnsupportedModelError(f"model_type {model_type!r}: {_NOT_IN_MEGATRON[model_type]}")
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"--train-backend megatron does not know model_type {model_type!r}; it has {', '.join(sorted(FAMILIES))}. "
@@ -209,23 +207,58 @@ def _qwen3(config: dict[str, Any]) -> Architecture:
     return _build("qwen3", config, transformer, _rope(config, transformer["kv_channels"]))
 
 
-def _qwen3_moe(config: dict[str, Any]) -> Architecture:
-    _no_window(config)
+def _softmax_experts(config: dict[str, Any]) -> dict[str, Any]:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    pattern = [int(i not in dense and (i + 1) % step == 0) for i in range(config["num_hidden_layers"])]
-    number = config.get("num_experts") or config["num_local_experts"]
-    transformer = _common(config, qk_layernorm=True, add_qkv_bias=bool(config.get("attention_bias")))
-    transformer |= _experts(
-        number,
+    return _experts(
+        config.get("num_experts") or config["num_local_experts"],
         config["num_experts_per_tok"],
         config["moe_intermediate_size"],
-        pattern,
+        [int(i not in dense and (i + 1) % step == 0) for i in range(config["num_hidden_layers"])],
         moe_router_score_function="softmax",
         # Softmax over the chosen experts alone is the normalised softmax over all.
         moe_router_pre_softmax=not config.get("norm_topk_prob", False),
         moe_router_dtype="fp32",
     )
+
+
+def _qwen3_moe(config: dict[str, Any]) -> Architecture:
+    _no_window(config)
+    transformer = _common(config, qk_layernorm=True, add_qkv_bias=bool(config.get("attention_bias")))
+    transformer |= _softmax_experts(config)
     return _build("qwen3_moe", config, transformer, _rope(config, transformer["kv_channels"]))
+
+
+def _qwen3_next(config: dict[str, Any]) -> Architecture:
+    """Three layers with a gated delta net, one with attention, and so on; experts and a gated shared one."""
+    if config.get("attention_bias"):
+        raise UnsupportedModelError("Qwen3-Next with attention_bias is not built in the Megatron trainer")
+    # What the family has unless its file says otherwise.
+    config = {"norm_topk_prob": True, "partial_rotary_factor": 0.25, **config}
+    layers, interval = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)
+    ]
+    if not set(kinds) <= {"linear_attention", "full_attention"}:
+        raise UnsupportedModelError(f"layer_types {sorted(set(kinds))}: only linear_attention and full_attention")
+    transformer = _common(
+        config,
+        qk_layernorm=True,
+        layernorm_zero_centered_gamma=True,
+        attention_output_gate=True,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=[int(kind == "linear_attention") for kind in kinds],
+        linear_conv_kernel_dim=config["linear_conv_kernel_dim"],
+        linear_key_head_dim=config["linear_key_head_dim"],
+        linear_value_head_dim=config["linear_value_head_dim"],
+        linear_num_key_heads=config["linear_num_key_heads"],
+        linear_num_value_heads=config["linear_num_value_heads"],
+    )
+    transformer |= _softmax_experts(config)
+    transformer |= {
+        "moe_shared_expert_intermediate_size": config["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+    }
+    return _build("qwen3_next", config, transformer, _rope(config, transformer["kv_channels"]))
 
 
 def _llama(config: dict[str, Any]) -> Architecture:
@@ -291,6 +324,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
     "llama": _llama,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,

@@ -35,6 +35,8 @@ class PackedRow(PackedSeqParams):
     """A packed row on its way through Megatron's layers, with all that attention needs, made once per row."""
 
     attention: Sequences | None = None
+    lengths: list[int] | None = None
+    """Tokens of each sequence; None where context-parallel ranks share sequences."""
     rotary: RotaryTables | None = None
     """None where the attention layers rotate by themselves (latent attention)."""
 
@@ -59,6 +61,7 @@ def packed_row(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         attention=attention,
+        lengths=row.lengths if row.cp.size == 1 else None,
         rotary=rotary,
     )
 

@@ -103,19 +103,22 @@ class FusedGlu(Glu):
         return [torch.cat(super().merge(shards))]
 
 
-class QKV:
-    """Per group of query heads: its queries, its key, its value. Ranks have consecutive groups.
+class Grouped:
+    """Per group of heads: its rows of each of the checkpoint's tensors. Ranks have consecutive groups.
 
-    Works on weights [rows, hidden] and biases [rows].
+    Works on weights [rows, ...] and biases [rows].
+
+    Args:
+        sizes: rows of a group in each tensor.
     """
 
-    def __init__(self, heads: int, groups: int, head_dim: int):
+    def __init__(self, groups: int, sizes: list[int]):
         self.groups = groups
-        self.sizes = [heads // groups * head_dim, head_dim, head_dim]
+        self.sizes = sizes
 
     def shard(self, hf, rank, size, rows):
         if self.groups % size:
-            raise ValueError(f"{self.groups} query groups cannot be cut over {size} tensor-parallel ranks")
+            raise ValueError(f"{self.groups} groups of heads cannot be cut over {size} tensor-parallel ranks")
         parts = [part.unflatten(0, (self.groups, -1)) for part in hf]
         return torch.cat(parts, 1).chunk(size)[rank].flatten(0, 1)
 
@@ -124,9 +127,41 @@ class QKV:
         return [part.flatten(0, 1) for part in whole.split(self.sizes, 1)]
 
 
+class FusedGrouped(Grouped):
+    """The same where the checkpoint has all parts in one tensor, one above the other."""
+
+    def shard(self, hf, rank, size, rows):
+        return super().shard(hf[0].split([self.groups * n for n in self.sizes]), rank, size, rows)
+
+    def merge(self, shards):
+        return [torch.cat(super().merge(shards))]
+
+
+class GatedQKV(Grouped):
+    """Queries, keys and values where each head's query is above the gate of its output: in a group of Megatron's, all
+    queries are above all gates."""
+
+    def __init__(self, groups: int, sizes: list[int]):
+        queries, *rest = sizes
+        super().__init__(groups, [2 * queries, *rest])
+        self.heads, self.head_dim = queries // rest[0], rest[0]
+
+    def shard(self, hf, rank, size, rows):
+        return super().shard([self._turned(hf[0], self.heads, 2), *hf[1:]], rank, size, rows)
+
+    def merge(self, shards):
+        queries, *rest = super().merge(shards)
+        return [self._turned(queries, 2, self.heads), *rest]
+
+    def _turned(self, rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+        return rows.unflatten(0, (self.groups, outer, inner, self.head_dim)).transpose(1, 2).flatten(0, 3)
+
+
 def layouts_of(architecture: Architecture) -> dict[str, Layout]:
     """The layouts that name maps speak of, for one model."""
-    return {
+    heads, groups, head_dim = (architecture[n] for n in ("num_attention_heads", "num_query_groups", "kv_channels"))
+    qkv = [heads // groups * head_dim, head_dim, head_dim]
+    layouts: dict[str, Layout] = {
         "replicated": Replicated(),
         "column": Cut(0),
         "turned_column": Turned(0),
@@ -134,5 +169,15 @@ def layouts_of(architecture: Architecture) -> dict[str, Layout]:
         "glu": Glu(),
         "fused_glu": FusedGlu(),
         "vocab": Vocabulary(architecture.vocab_size),
-        "qkv": QKV(architecture["num_attention_heads"], architecture["num_query_groups"], architecture["kv_channels"]),
+        "qkv": Grouped(groups, qkv),
+        "gated_qkv": GatedQKV(groups, qkv),
     }
+    if any(architecture.delta_net_layers):
+        keys, per_key = architecture["linear_num_key_heads"], architecture["linear_num_value_heads"]
+        per_key //= keys
+        key_dim, value_dim = architecture["linear_key_head_dim"], per_key * architecture["linear_value_head_dim"]
+        layouts |= {
+            "delta_in": Grouped(keys, [2 * (key_dim + value_dim), 2 * per_key]),
+            "delta_conv": FusedGrouped(keys, [key_dim, key_dim, value_dim]),
+        }
+    return layouts

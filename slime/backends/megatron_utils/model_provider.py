@@ -25,6 +25,7 @@ from slime.backends.megatron_utils.architecture import Architecture, padded_voca
 from slime.backends.megatron_utils.attention import PackedAttention, PackedRow
 from slime.backends.megatron_utils.balance import BalancedRouter
 from slime.backends.megatron_utils.compat import of_class, set_experts, submodules_of
+from slime.backends.megatron_utils.delta_net import GatedAttention, GatedDeltaNet
 from slime.backends.megatron_utils.drafts import Drafting, draft_block_spec, keep_activations, unnoticed
 from slime.backends.megatron_utils.experts import GroupedExperts
 from slime.backends.megatron_utils.latent import LatentAttention
@@ -36,8 +37,12 @@ Head = Callable[[torch.Tensor, torch.Tensor], object]
 """(hidden states [T, D], this rank's rows of the output matrix [V / tp, D]) -> what the loss wants."""
 
 
-def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
-    """Megatron's local layer with attention over packed rows and norms that know sequence parallelism."""
+def layer_spec(config, experts: bool, post_norms: bool = False, delta_net: bool = False) -> ModuleSpec:
+    """Megatron's local layer with attention over packed rows and norms that know sequence parallelism.
+
+    Args:
+        delta_net: with a gated delta net in the place of attention.
+    """
     latent = config.multi_latent_attention
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if experts else None,
@@ -65,6 +70,10 @@ def layer_spec(config, experts: bool, post_norms: bool = False) -> ModuleSpec:
     if post_norms:
         layer.self_attention.module = SandwichAttention
         layer.mlp = of_class(layer.mlp, SandwichMLP)
+    if delta_net:
+        layer.self_attention = ModuleSpec(GatedDeltaNet)
+    elif config.attention_output_gate:
+        layer.self_attention.module = GatedAttention
     return spec
 
 
@@ -72,10 +81,13 @@ def block_spec(config, architecture: Architecture, vp_stage: int | None) -> Tran
     """The layers of this pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    moe_layers = architecture.moe_layers
-    specs = {experts: layer_spec(config, experts, architecture.post_norms) for experts in set(moe_layers)}
+    kinds = list(zip(architecture.moe_layers, architecture.delta_net_layers, strict=True))
+    specs = {
+        (experts, delta_net): layer_spec(config, experts, architecture.post_norms, delta_net)
+        for experts, delta_net in set(kinds)
+    }
     return TransformerBlockSubmodules(
-        layer_specs=[specs[experts] for experts in moe_layers[first : first + count]], layer_norm=RMSNorm
+        layer_specs=[specs[kind] for kind in kinds[first : first + count]], layer_norm=RMSNorm
     )
 
 

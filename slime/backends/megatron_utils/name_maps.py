@@ -7,7 +7,7 @@ read these tables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LAYER, EXPERT = "{layer}", "{expert}"
 VALUE_HEAD = "value_head.weight"
@@ -100,6 +100,33 @@ SHARED_EXPERTS = _rules(
     ("mlp.shared_experts.linear_fc2.weight", "row", "mlp.shared_experts.down_proj.weight"),
 )
 
+DELTA_NET = _rules(
+    BLOCK,
+    (
+        "self_attention.in_proj.weight",
+        "delta_in",
+        "linear_attn.in_proj_qkvz.weight",
+        "linear_attn.in_proj_ba.weight",
+    ),
+    ("self_attention.conv_weight", "delta_conv", "linear_attn.conv1d.weight"),
+    ("self_attention.dt_bias", "column", "linear_attn.dt_bias"),
+    ("self_attention.A_log", "column", "linear_attn.A_log"),
+    ("self_attention.norm_weight", "replicated", "linear_attn.norm.weight"),
+    ("self_attention.out_proj.weight", "row", "linear_attn.out_proj.weight"),
+)
+GATED_ATTENTION = tuple(replace(rule, layout="gated_qkv") if rule.layout == "qkv" else rule for rule in ATTENTION)
+GATED_SHARED_EXPERT = _rules(
+    BLOCK,
+    (
+        "mlp.shared_experts.linear_fc1.weight",
+        "glu",
+        "mlp.shared_expert.gate_proj.weight",
+        "mlp.shared_expert.up_proj.weight",
+    ),
+    ("mlp.shared_experts.linear_fc2.weight", "row", "mlp.shared_expert.down_proj.weight"),
+    ("mlp.shared_experts.gate_weight", "replicated", "mlp.shared_expert_gate.weight"),
+)
+
 SANDWICH = _rules(
     BLOCK,
     ("self_attention.post_layernorm.weight", "replicated", "post_self_attn_layernorm.weight"),
@@ -115,6 +142,7 @@ NAME_MAPS: dict[str, tuple[Rule, ...]] = {
     "qwen3": DENSE,
     "llama": DENSE,
     "qwen3_moe": DENSE + EXPERTS,
+    "qwen3_next": ENDS + NORMS + GATED_ATTENTION + DELTA_NET + MLP + EXPERTS + GATED_SHARED_EXPERT,
     "glm4": ENDS + NORMS + ATTENTION + SANDWICH,
     "glm4_moe": DENSE + EXPERTS + SHARED_EXPERTS,
     "deepseek_v3": ENDS + NORMS + LATENT_ATTENTION + MLP + EXPERTS + SHARED_EXPERTS,

@@ -29,6 +29,18 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original
 HALF_ROTATED = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 SHARED = dict(EXPERTS, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.7)
+# One layer with attention after two with delta nets, and a fourth with one.
+DELTA_NET = dict(
+    EXPERTS,
+    num_experts=4,
+    shared_expert_intermediate_size=20,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    rope_parameters=HALF_ROTATED,
+)
 LATENT = dict(
     num_key_value_heads=4,
     head_dim=4,
@@ -48,10 +60,13 @@ CASES: dict[str, tuple[str, dict]] = {
     "glm4": ("Glm4", dict(rope_parameters=HALF_ROTATED, pad_token_id=0)),
     "qwen3_moe": ("Qwen3Moe", dict(EXPERTS, num_experts=4, norm_topk_prob=True, mlp_only_layers=[1])),
     "qwen3_moe unnormalised": ("Qwen3Moe", dict(EXPERTS, num_experts=4, norm_topk_prob=False)),
+    "qwen3_next": ("Qwen3Next", DELTA_NET),
+    "qwen3_next dense layer": ("Qwen3Next", dict(DELTA_NET, norm_topk_prob=False, mlp_only_layers=[1])),
     "glm4_moe": ("Glm4Moe", dict(SHARED, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5)),
     "deepseek_v3": ("DeepseekV3", dict(SHARED, **LATENT, n_group=4, topk_group=1)),
     "moonlight": ("DeepseekV3", dict(SHARED, **dict(LATENT, q_lora_rank=None), n_group=1, topk_group=1)),
 }
+WITH_DELTA_NETS = [name for name in CASES if name.startswith("qwen3_next")]
 WITH_EXPERTS = [name for name, (_, changes) in CASES.items() if "num_experts_per_tok" in changes]
 
 
