@@ -18,6 +18,7 @@ from slime.backends.megatron_utils.architecture import (
 )
 from slime.backends.megatron_utils.arguments import config_fields
 from slime.backends.megatron_utils.fields import ARCHITECTURE, NEEDED, REFUSED
+from slime.backends.megatron_utils.name_maps import KEPT
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +231,8 @@ def _check_described(args: Namespace, architecture: Architecture, problems: Prob
             if isinstance(value, int):
                 value = [int(layer % value == 0) for layer in range(architecture["num_layers"])]
             truth = [int(experts) for experts in architecture.moe_layers]
+        elif flag.dest == "linear_attention_freq" and isinstance(value, int) and value > 0:
+            value = [int((layer + 1) % value != 0) for layer in range(architecture["num_layers"])]
         if value != truth and (value or truth):
             rule = f"contradicts --hf-checkpoint {args.hf_checkpoint}, which has {'none' if truth is None else truth}"
             problems.add(flag.name, value, rule, fix)
@@ -246,7 +249,10 @@ def _check_described(args: Namespace, architecture: Architecture, problems: Prob
 def _check_drafts(args: Namespace, architecture: Architecture, problems: Problems) -> None:
     if not args.enable_mtp_training:
         return
-    if not architecture.mtp_layers:
+    if architecture.family in KEPT:
+        rule = "is not built for this family, whose layers for multi-token prediction are kept as they are"
+        problems.add("--enable-mtp-training", None, rule, "leave it out")
+    elif not architecture.mtp_layers:
         rule = f"needs layers for multi-token prediction, and --hf-checkpoint {args.hf_checkpoint} has none"
         problems.add("--enable-mtp-training", None, rule, "leave it out")
     elif architecture.tied and args.pipeline_model_parallel_size > 1:
@@ -291,6 +297,12 @@ def _check_cut(args: Namespace, architecture: Architecture, whose: str, problems
             + architecture["qk_pos_emb_head_dim"],
             "q_lora_rank": architecture.get("q_lora_rank") or tensor,
         }
+    if any(architecture.delta_net_layers):
+        cut["key heads of gated delta nets"] = architecture["linear_num_key_heads"]
+        if args.context_parallel_size > 1:
+            rule = f"is not built for the {whose}'s gated delta nets, whose state goes through all of a sequence"
+            fix = "use --tensor-model-parallel-size, --pipeline-model-parallel-size or --expert-model-parallel-size"
+            problems.add("--context-parallel-size", args.context_parallel_size, rule, fix)
     for name, count in cut.items():
         if count % tensor:
             problems.add("--tensor-model-parallel-size", tensor, f"must divide the {whose}'s {count} {name}")

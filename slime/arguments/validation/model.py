@@ -34,6 +34,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         check_tokenizer(args.hf_checkpoint, "--hf-checkpoint", problems)
     _check_lengths(args, context_of(config), problems)
     _check_heads(args, config, problems)
+    _check_states(args, text_config(config), problems)
     _check_stop_ids(args, vocabulary_of(config), problems)
     experts = next((key for key in EXPERT_KEYS if text_config(config).get(key)), None)
     if args.use_rollout_routing_replay and args.rollout_engine == "embedded" and not args.debug_train_only:
@@ -187,6 +188,18 @@ def _check_heads(args: Namespace, config: dict[str, Any], problems: Problems) ->
     if heads % (kv_heads * repeat):
         rule = f"cannot share {heads} attention heads with {kv_heads} key/value heads evenly"
         problems.add("--context-parallel-size", size, rule, f"use a divisor of {math.gcd(heads, kv_heads)}")
+
+
+def _check_states(args: Namespace, text: dict[str, Any], problems: Problems) -> None:
+    """Linear attention carries a state from token to token, of which transformers' models in packed rows know
+    nothing."""
+    if "linear_attention" not in (text.get("layer_types") or ()) and text.get("model_type") != "qwen3_next":
+        return
+    rule = "has no linear attention, which this model has: its states would go from one sequence into the next"
+    if args.train_backend == "fsdp" and not args.debug_rollout_only:
+        problems.add("--train-backend", "fsdp", rule, "use --train-backend megatron")
+    if args.rollout_engine == "embedded" and not args.debug_train_only:
+        problems.add("--rollout-engine", "embedded", rule, "use --rollout-engine sglang")
 
 
 def _value(args: Namespace, flag: str) -> Any:

@@ -209,7 +209,7 @@ def _shape(field: str, kind: ast.expr) -> dict[str, Any] | None:
         return {"type": text, "choices": DTYPES} if field.startswith(("main_", "exp_avg")) else {"type": text}
     if any(word in written for word in _NOT_TYPEABLE):
         return None
-    if written.startswith("Union[int, List[int]]") or field == "moe_layer_freq":
+    if written.startswith("Union[int, List[int]]") or field in ("moe_layer_freq", "linear_attention_freq"):
         return {"type": layer_pattern}
     if isinstance(kind, ast.Subscript):
         base = name_of(kind.value)

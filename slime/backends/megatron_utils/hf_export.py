@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from slime.backends.common.checkpoint import write_atomically
 from slime.backends.megatron_utils.architecture import read_architecture
 from slime.backends.megatron_utils.hf_files import INDEX, SINGLE, HFTensors
-from slime.backends.megatron_utils.name_maps import DRAFT_LAYERS
+from slime.backends.megatron_utils.name_maps import DRAFT_LAYERS, KEPT
 from slime.utils.checkpoint_files import copy_small_files
 from slime.weight_sync.buckets import WeightSource
 
@@ -63,11 +63,13 @@ def export_hf(path: str, source: WeightSource, origin: str, shard_bytes: int = S
 
 def _draft_layers(origin: str, without: Container[str]) -> dict[str, torch.Tensor]:
     """The checkpoint's layers for multi-token prediction."""
-    names = [name for name in draft_layer_names(origin) if name not in without]
-    if not names:
+    kept = KEPT.get(read_architecture(origin).family)
+    names = draft_layer_names(origin)
+    if not (names or kept):
         return {}
     with HFTensors(origin) as checkpoint:
-        return {name: checkpoint[name] for name in names}
+        names += [name for name in checkpoint.names() if kept and name.startswith(kept)]
+        return {name: checkpoint[name] for name in names if name not in without}
 
 
 def draft_layer_names(path: str) -> list[str]:

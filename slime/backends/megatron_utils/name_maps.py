@@ -180,3 +180,6 @@ _MIMO = DraftLayers(
 )
 DRAFT_LAYERS = {"qwen2": _MIMO, "glm4_moe": _NEXTN, "deepseek_v3": _NEXTN}
 """By family. MiMo is Qwen2 with such layers."""
+KEPT: dict[str, tuple[str, ...]] = {"qwen3_next": ("mtp.",)}
+"""By family: what the names of layers for multi-token prediction begin with that are not built here. Exports take them
+from the checkpoint that the run started from."""

@@ -2,7 +2,7 @@
 
 Compared with copies of the published files: Qwen2.5-0.5B, -3B, -7B; Qwen3-4B, -8B, -14B, -32B, -30B-A3B; Llama-3.1-8B,
 -3.2-1B and -3.2-3B (collections of config.json in public repositories), GLM-4.5-Air (a training log that prints it),
-Moonlight-16B-A3B and MiMo-7B (fixtures of other projects' converters), Kimi-K2 (another project's test, rms_norm_eps
+Moonlight-16B-A3B, MiMo-7B and Qwen3-Next-80B-A3B (fixtures of other projects' converters), Kimi-K2 (another project's test, rms_norm_eps
 and rope_scaling included), DeepSeek-V3 (defaults of transformers' DeepseekV3Config). Compared with tables that cite
 the published files: Qwen2.5-1.5B, Qwen3-0.6B, -1.7B, -235B-A22B, GLM-4.5 (and Megatron-Bridge's page of the model).
 Kimi-K2 is the first Instruct release; later ones have rms_norm_eps 1e-5 and rope_scaling factor 64.
@@ -98,6 +98,29 @@ CONFIGS: dict[str, dict] = {
     "qwen3-32B": sizes(dict(QWEN3, tie_word_embeddings=False), 5120, 25600, 64, 64),
     "qwen3-30B-A3B": sizes(QWEN3_MOE, 2048, 6144, 48, 32, moe_intermediate_size=768),
     "qwen3-235B-A22B": sizes(QWEN3_MOE, 4096, 12288, 94, 64, moe_intermediate_size=1536),
+    "qwen3-next-80B-A3B": dict(
+        QWEN3_MOE,
+        model_type="qwen3_next",
+        hidden_size=2048,
+        intermediate_size=5120,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        max_position_embeddings=262144,
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        full_attention_interval=4,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     "llama3.2-1B": sizes(dict(LLAMA, tie_word_embeddings=True), 2048, 8192, 16, 32, head_dim=64),
     "llama3.2-3B": sizes(dict(LLAMA, tie_word_embeddings=True), 3072, 8192, 28, 24, head_dim=128),
     "llama3.1-8B": sizes(

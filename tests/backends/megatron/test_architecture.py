@@ -21,12 +21,17 @@ def script_words(name: str) -> list[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.split()
 
 
+def write_checkpoint(directory: Path, config: dict) -> Path:
+    """A Hugging Face directory of this model without weights."""
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
 def resolved(tmp_path, config: dict, *flags: str) -> Namespace:
     """The arguments of these flags for a model with this config.json."""
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    argv = f"--hf-checkpoint {tmp_path} --device cpu --train-backend megatron --debug-train-only --num-rollout 1"
+    argv = f"--hf-checkpoint {write_checkpoint(tmp_path, config)} --device cpu --train-backend megatron --debug-train-only --num-rollout 1"
     argv += " --load-debug-rollout-data none_{rollout_id}.pt --rollout-batch-size 8 --actor-num-gpus-per-node 8"
     return load_args([*argv.split(), *flags])
 
@@ -75,12 +80,51 @@ def test_kimi_k2_rotates_other_than_deepseek_v3():
     assert [architecture[name] for name in names] == [50000.0, 32.0, 1.0, 1.0, 1.0]
 
 
+def test_derived_numbers_of_qwen3_next():
+    architecture = architecture_of(CONFIGS["qwen3-next-80B-A3B"])
+    assert architecture.delta_net_layers == [True, True, True, False] * 12
+    assert architecture.moe_layers == [True] * 48 and not architecture["moe_router_pre_softmax"]
+    assert (architecture.rope.dim, architecture.rope.theta, architecture.mtp_layers) == (64, 1e7, 0)
+    listed = {"layer_types": ["linear_attention"] * 46 + ["full_attention"] * 2}
+    architecture = architecture_of(CONFIGS["qwen3-next-80B-A3B"] | listed)
+    assert architecture.delta_net_layers == [True] * 46 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--context-parallel-size 2", "is not built for the model's gated delta nets"),
+        ("--tensor-model-parallel-size 4 --sequence-parallel", "2 key/value heads"),
+        ("--enable-mtp-training", "kept as they are"),
+        ("--linear-attention-freq 3", "--linear-attention-freq 1 1 0 1"),
+        ("--linear-num-key-heads 8", "contradicts --hf-checkpoint"),
+        ("--train-backend fsdp", "has no linear attention"),
+    ],
+)
+def test_rules_of_qwen3_next(tmp_path, flags, named):
+    assert named in problems(tmp_path, CONFIGS["qwen3-next-80B-A3B"], *flags.split())
+
+
+def test_engines_of_qwen3_next(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, CONFIGS["qwen3-next-80B-A3B"])
+    flags = f"--hf-checkpoint {checkpoint} --device cpu --debug-rollout-only --num-rollout 1 --rollout-batch-size 8"
+    with pytest.raises(ConfigError, match="--rollout-engine embedded: has no linear attention"):
+        load_args([*flags.split(), "--rollout-engine", "embedded"])
+
+
+def test_key_heads_of_delta_nets_must_come_out_even(tmp_path):
+    config = CONFIGS["qwen3-next-80B-A3B"] | {"linear_num_key_heads": 1}
+    flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert "1 key heads of gated delta nets" in problems(tmp_path, config, *flags)
+
+
 @pytest.mark.parametrize(
     "changes, named",
     [
         ({"model_type": "gpt_oss"}, "gpt_oss"),
-        ({"model_type": "qwen3_next"}, "gated delta net needs Transformer Engine"),
         ({"hidden_act": "gelu"}, "gelu"),
+        (CONFIGS["qwen3-next-80B-A3B"] | {"layer_types": ["mamba"] * 48}, "mamba"),
+        (CONFIGS["qwen3-next-80B-A3B"] | {"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
     ],

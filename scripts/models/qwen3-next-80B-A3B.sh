@@ -1,0 +1,35 @@
+# Architecture of qwen3-next-80B-A3B under Megatron's names. Optional: it follows from --hf-checkpoint and is checked against it.
+MODEL_ARGS=(
+    --num-layers 48
+    --hidden-size 2048
+    --ffn-hidden-size 5120
+    --num-attention-heads 16
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 256
+    --swiglu
+    --disable-bias-linear
+    --qk-layernorm
+    --attention-output-gate
+    --normalization RMSNorm
+    --layernorm-zero-centered-gamma
+    --norm-epsilon 1e-06
+    --use-rotary-position-embeddings
+    --rotary-base 10000000
+    --rotary-percent 0.25
+    --vocab-size 151936
+    --untie-embeddings-and-output-weights
+    --experimental-attention-variant gated_delta_net
+    --linear-attention-freq 4
+    --linear-conv-kernel-dim 4
+    --linear-key-head-dim 128
+    --linear-value-head-dim 128
+    --linear-num-key-heads 16
+    --linear-num-value-heads 32
+    --num-experts 512
+    --moe-ffn-hidden-size 512
+    --moe-shared-expert-intermediate-size 512
+    --moe-shared-expert-gate
+    --moe-router-topk 10
+    --moe-router-score-function softmax
+)
