@@ -11,7 +11,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import nn
 
 from slime.backends.megatron_utils.attention import PackedRow
@@ -96,7 +100,8 @@ class GatedDeltaNet(MegatronModule):
         value, gate = (x.reshape(len(x), -1, self.value_dim) for x in (value, gate))
         wide = torch.promote_types(step.dtype, torch.float32)
         log_decay_TH = -self.A_log.to(wide).exp() * F.softplus(step.flatten(1).to(wide) + self.dt_bias)
-        mixed = gated_delta_rule(query, key, value, log_decay_TH, strength.flatten(1).sigmoid(), lengths)
+        beta_TH, fused = strength.flatten(1).sigmoid(), not self.config.deterministic_mode
+        mixed = gated_delta_rule(query, key, value, log_decay_TH, beta_TH, lengths, fused)
         return self.out_proj(self._gated_norm(mixed, gate).flatten(1)[:, None])[0], None
 
     def _gated_norm(self, x_THV: torch.Tensor, gate_THV: torch.Tensor) -> torch.Tensor:
@@ -106,10 +111,19 @@ class GatedDeltaNet(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For torch_dist checkpoints."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
         own: dict = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        cut = dict.fromkeys(self.cut, 0)
-        sharded = make_sharded_tensors_for_checkpoint(own, prefix, cut, sharded_offsets)
+        sharded = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(self.cut, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
         for name, module in self.named_children():
-            sharded |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
         return sharded

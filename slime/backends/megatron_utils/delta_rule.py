@@ -61,6 +61,7 @@ def gated_delta_rule(
     log_decay_TH: torch.Tensor,
     beta_TH: torch.Tensor,
     lengths: list[int],
+    fused: bool = True,
 ) -> torch.Tensor:
     """Gated DeltaNet (arXiv 2412.06464, eq. 10), for each head from a state S [K, V] of zeros per sequence:
 
@@ -72,11 +73,12 @@ def gated_delta_rule(
         log_decay_TH: g, <= 0.
         beta_TH: between 0 and 1.
         lengths: tokens of each sequence; their sum is T.
+        fused: by flash-linear-attention where it can be, whose gradients are not the same bits each time.
 
     Returns:
         o [T, H, V] in the dtype of the values.
     """
-    if value_THV.is_cuda and value_THV.dtype in (torch.bfloat16, torch.float16):
+    if fused and value_THV.is_cuda and value_THV.dtype in (torch.bfloat16, torch.float16):
         rule = flash_linear_attention()
         if rule is not None:
             return _fused(rule, query_THK, key_THK, value_THV, log_decay_TH, beta_TH, lengths)
@@ -95,8 +97,8 @@ def flash_linear_attention():
 
 def _fused(rule, query, key, value, log_decay, beta, lengths) -> torch.Tensor:
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(value.device)
-    inputs = (x[None].contiguous() for x in (query, key, value, log_decay.float(), beta))
-    return rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
+    query, key, value, log_decay, beta = (x[None].contiguous() for x in (query, key, value, log_decay.float(), beta))
+    return rule(query, key, value, g=log_decay, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -132,16 +134,14 @@ def _chunked(query, key, value, log_decay, beta, lengths) -> torch.Tensor:
 
     # Sequences with more chunks first: those that still have one are always the first ones.
     order = sorted(range(len(counts)), key=lambda i: -counts[i])
+    steps = [[first[i] + step for i in order if counts[i] > step] for step in range(max(counts))]
+    rows = torch.tensor([row for now in steps for row in now])
     state = value.new_zeros(len(counts), *value.shape[1:2], key.shape[-1], value.shape[-1])
-    out, rows = [], []
-    for step in range(max(counts)):
-        now = [first[i] + step for i in order if counts[i] > step]
-        rows += now
-        index = torch.tensor(now, device=value.device)
-        state = state[: len(now)]
+    out = []
+    for index in rows.to(value.device).split([len(now) for now in steps]):
+        state = state[: len(index)]
         new = written[index] - read[index] @ state
         out.append(query[index] @ state + within[index] @ new)
         state = state * whole_N[index] + key[index].mT @ new
-    place = torch.tensor(rows).argsort().to(value.device)
-    out_NHCV = torch.cat(out).index_select(0, place)
+    out_NHCV = torch.cat(out).index_select(0, rows.argsort().to(value.device))
     return spread.collect(out_NHCV.transpose(1, 2).flatten(0, 1)).to(given)

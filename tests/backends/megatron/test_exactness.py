@@ -116,7 +116,8 @@ def steps_of_layouts(path, layouts, *flags):
     return ranks
 
 
-def check(results, layout, tolerance=1e-5):
+def check(results, layout, tolerance=1e-5, same_rows=True):
+    """`same_rows`: the balance of experts, a matter of micro-batches, is the same."""
     (metrics, gradients), ranks = results
     largest = max(g.abs().max().item() for g in gradients.values())
     found = [rank[layout] for rank in ranks if layout in rank]
@@ -128,7 +129,10 @@ def check(results, layout, tolerance=1e-5):
         assert set(theirs) - fixed == set(gradients)
         assert set(ours) == set(metrics)
         keys = ("loss", "pg_loss", "kl_loss", "entropy_loss", "grad_norm", "pg_clipfrac", "ppo_kl")
-        for key in (*keys, *(("moe_aux_loss", "moe_max_load") if "train/moe_max_load" in metrics else ())):
+        for key in (
+            *keys,
+            *(("moe_aux_loss", "moe_max_load") if same_rows and "train/moe_max_load" in metrics else ()),
+        ):
             assert ours[f"train/{key}"] == pytest.approx(metrics[f"train/{key}"], rel=1e-5, abs=1e-7), key
         for name, gradient in gradients.items():
             assert (theirs[name] - gradient).abs().max().item() < tolerance * largest, name
@@ -205,7 +209,7 @@ def fsdp_step_unpacked(rank, world_size, port, path, flags):
 def delta_nets(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("delta_nets"))
     save_family("qwen3_next", path)
-    flags = (*READABLE, *GRPO)
+    flags = (*READABLE, *GRPO, "--train-backend", "megatron")  # arguments for fsdp are refused
     metrics, gradients = run_world(fsdp_step_unpacked, 1, path, flags)[0]
     return (metrics, split_experts(gradients)), steps_of_layouts(path, DELTA_NETS, *flags, *PACKED)
 
@@ -213,7 +217,7 @@ def delta_nets(tmp_path_factory):
 @pytest.mark.integration
 @pytest.mark.parametrize("layout", DELTA_NETS)
 def test_step_with_packed_delta_nets_equals_unpacked_fsdp(delta_nets, layout):
-    check(delta_nets, layout, tolerance=2e-5)  # in float64: test_float64
+    check(delta_nets, layout, tolerance=2e-5, same_rows=False)  # layouts in float64: test_float64
 
 
 @pytest.fixture(scope="module")

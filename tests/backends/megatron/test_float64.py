@@ -124,10 +124,11 @@ def test_dense_layouts_equal_fsdp(tmp_path):
     compare(path, DENSE, expected, LOSSES)
 
 
-def test_layouts_of_experts_equal_one_rank(tmp_path):
-    """transformers' router rounds to float32."""
+@pytest.mark.parametrize("case", ["qwen3_moe", "qwen3_next"])
+def test_layouts_of_experts_equal_one_rank(tmp_path, case):
+    """transformers' router and delta nets round to float32."""
     path = str(tmp_path)
-    save_family("qwen3_moe", path)
-    losses = {"grpo": GRPO}
+    save_family(case, path)
+    losses = {"grpo": (*GRPO, "--train-backend", "megatron")}
     alone = run_world(exact_steps, 1, path, {"one rank": {}}, losses)[0]
     compare(path, EXPERTS, {"grpo": alone["one rank", "grpo"]}, losses)
