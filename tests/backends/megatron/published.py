@@ -2,10 +2,10 @@
 
 Compared with copies of the published files: Qwen2.5-0.5B, -3B, -7B; Qwen3-4B, -8B, -14B, -32B, -30B-A3B; Llama-3.1-8B,
 -3.2-1B and -3.2-3B (collections of config.json in public repositories), GLM-4.5-Air (a training log that prints it),
-Moonlight-16B-A3B, MiMo-7B and Qwen3-Next-80B-A3B (fixtures of other projects' converters), Kimi-K2 (another project's test, rms_norm_eps
-and rope_scaling included), DeepSeek-V3 (defaults of transformers' DeepseekV3Config). Compared with tables that cite
-the published files: Qwen2.5-1.5B, Qwen3-0.6B, -1.7B, -235B-A22B, GLM-4.5 (and Megatron-Bridge's page of the model).
-Kimi-K2 is the first Instruct release; later ones have rms_norm_eps 1e-5 and rope_scaling factor 64.
+Moonlight-16B-A3B, MiMo-7B and Qwen3-Next-80B-A3B (fixtures of other projects' converters), Kimi-K2 (another project's
+test, rms_norm_eps and rope_scaling included), DeepSeek-V3 (defaults of transformers' DeepseekV3Config). Compared with
+tables that cite the published files: Qwen2.5-1.5B, Qwen3-0.6B, -1.7B, -235B-A22B, GLM-4.5 (and Megatron-Bridge's page
+of the model). Kimi-K2 is the first Instruct release; later ones have rms_norm_eps 1e-5 and rope_scaling factor 64.
 """
 
 QWEN2 = dict(model_type="qwen2", rope_theta=1e6, rms_norm_eps=1e-6, vocab_size=151936, tie_word_embeddings=True)

@@ -31,7 +31,8 @@ def write_checkpoint(directory: Path, config: dict) -> Path:
 
 def resolved(tmp_path, config: dict, *flags: str) -> Namespace:
     """The arguments of these flags for a model with this config.json."""
-    argv = f"--hf-checkpoint {write_checkpoint(tmp_path, config)} --device cpu --train-backend megatron --debug-train-only --num-rollout 1"
+    checkpoint = write_checkpoint(tmp_path, config)
+    argv = f"--hf-checkpoint {checkpoint} --device cpu --train-backend megatron --debug-train-only --num-rollout 1"
     argv += " --load-debug-rollout-data none_{rollout_id}.pt --rollout-batch-size 8 --actor-num-gpus-per-node 8"
     return load_args([*argv.split(), *flags])
 
