@@ -52,6 +52,14 @@ class ModelSize:
     def layers(self) -> int:
         return self["num_hidden_layers"]
 
+    @property
+    def attention_layers(self) -> int:
+        """Those that keep keys and values; linear attention keeps a state per sequence."""
+        kinds = self.config.get("layer_types")
+        if kinds is None and self.config.get("model_type") == "qwen3_next":
+            return self.layers // self.config.get("full_attention_interval", 4)
+        return self.layers - (kinds or []).count("linear_attention")
+
     def kv_bytes_per_token(self, tensor_parallel: int, dtype_bytes: int) -> int:
         """Keys and values of one token on one GPU; key/value heads are repeated when there are fewer than GPUs.
 
@@ -60,7 +68,7 @@ class ModelSize:
         if self.config.get("kv_lora_rank"):
             return self.layers * (self["kv_lora_rank"] + self["qk_rope_head_dim"]) * dtype_bytes
         heads = self.config.get("num_key_value_heads") or self["num_attention_heads"]
-        return 2 * self.layers * math.ceil(heads / tensor_parallel) * self.head_dim * dtype_bytes
+        return 2 * self.attention_layers * math.ceil(heads / tensor_parallel) * self.head_dim * dtype_bytes
 
     @property
     def head_dim(self) -> int:

@@ -12,7 +12,10 @@ import torch
 E4M3_MAX = 448.0
 SCALE_SUFFIX = "_scale_inv"
 BLOCK = (128, 128)
-KEPT = ("embed", "lm_head", "norm", "mlp.gate.", "shared_expert_gate", "router", "eh_proj", "weights_proj", "visual")
+KEPT = (
+    *("embed", "lm_head", "norm", "mlp.gate.", "shared_expert_gate", "router"),
+    *("eh_proj", "weights_proj", "visual", "in_proj_ba"),
+)
 """Parts of the names of matrices that stay as they are: few, or too sensitive."""
 
 

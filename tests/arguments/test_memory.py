@@ -88,6 +88,20 @@ def test_latent_attention_keeps_one_vector(tmp_path):
     assert read_size(str(tmp_path)).kv_bytes_per_token(8, 2) == 61 * 576 * 2
 
 
+@pytest.mark.parametrize(
+    "more, layers",
+    [
+        ({"model_type": "qwen3_next"}, 7),
+        ({"model_type": "qwen3_next", "full_attention_interval": 2}, 14),
+        ({"layer_types": ["linear_attention"] * 20 + ["full_attention"] * 8}, 8),
+    ],
+)
+def test_linear_attention_keeps_no_keys(tmp_path, more, layers):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | more))
+    write_headers(tmp_path / "model.safetensors", {"a": (2, 2)})
+    assert read_size(str(tmp_path)).kv_bytes_per_token(1, 2) == layers * 2 * 8 * 128 * 2
+
+
 def test_figures_of_an_h100(load):
     """nvidia-smi of benchmarks/results/colocated-sglang-h100.json and colocated-megatron-sglang-h200.json."""
     args = load("--use-dynamic-batch-size", "--max-tokens-per-gpu", "16384")

@@ -196,6 +196,7 @@ def test_which_matrices_a_conversion_takes():
         "mlp.gate.weight",
         "input_layernorm.weight",
         "mlp.shared_expert_gate.weight",
+        "linear_attn.in_proj_ba.weight",
         "self_attn.q_proj.bias",
     ):
         assert not is_quantised_by_default(layer + name, (8, 8))
