@@ -100,8 +100,7 @@ class GatedDeltaNet(MegatronModule):
         value, gate = (x.reshape(len(x), -1, self.value_dim) for x in (value, gate))
         wide = torch.promote_types(step.dtype, torch.float32)
         log_decay_TH = -self.A_log.to(wide).exp() * F.softplus(step.flatten(1).to(wide) + self.dt_bias)
-        beta_TH, fused = strength.flatten(1).sigmoid(), not self.config.deterministic_mode
-        mixed = gated_delta_rule(query, key, value, log_decay_TH, beta_TH, lengths, fused)
+        mixed = gated_delta_rule(query, key, value, log_decay_TH, strength.flatten(1).sigmoid(), lengths)
         return self.out_proj(self._gated_norm(mixed, gate).flatten(1)[:, None])[0], None
 
     def _gated_norm(self, x_THV: torch.Tensor, gate_THV: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,10 @@
 """The gated delta rule and the causal convolution before it, over sequences that are packed into a row.
 
 Both keep something of earlier tokens, which must be of the same sequence: the convolution its last inputs, the rule a
-matrix per head that starts at zero. Plain PyTorch; on CUDA in bf16 or fp16 flash-linear-attention computes the rule
-where it is installed.
+matrix per head that starts at zero. Plain PyTorch.
 """
 
 from __future__ import annotations
-
-import importlib.util
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -61,64 +57,35 @@ def gated_delta_rule(
     log_decay_TH: torch.Tensor,
     beta_TH: torch.Tensor,
     lengths: list[int],
-    fused: bool = True,
 ) -> torch.Tensor:
     """Gated DeltaNet (arXiv 2412.06464, eq. 10), for each head from a state S [K, V] of zeros per sequence:
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,    o_t = S_t^T q_t / sqrt(K)
 
-    with queries and keys of length 1. Computed in fp32 (float64 for float64).
+    with queries and keys of length 1. Computed in fp32 (float64 for float64) by
+    chunks of tokens (section 3.3): within a chunk by matrix products, for all chunks of the row at once; from chunk to
+    chunk by the state, for all sequences at once.
 
     Args:
         log_decay_TH: g, <= 0.
         beta_TH: between 0 and 1.
         lengths: tokens of each sequence; their sum is T.
-        fused: by flash-linear-attention where it can be, whose gradients are not the same bits each time.
 
     Returns:
         o [T, H, V] in the dtype of the values.
     """
-    if fused and value_THV.is_cuda and value_THV.dtype in (torch.bfloat16, torch.float16):
-        rule = flash_linear_attention()
-        if rule is not None:
-            return _fused(rule, query_THK, key_THK, value_THV, log_decay_TH, beta_TH, lengths)
-    return _chunked(query_THK, key_THK, value_THV, log_decay_TH, beta_TH, lengths)
-
-
-@cache
-def flash_linear_attention():
-    """Its gated delta rule; None where it is not installed."""
-    if importlib.util.find_spec("fla") is None:
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule
-
-
-def _fused(rule, query, key, value, log_decay, beta, lengths) -> torch.Tensor:
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(value.device)
-    query, key, value, log_decay, beta = (x[None].contiguous() for x in (query, key, value, log_decay.float(), beta))
-    return rule(query, key, value, g=log_decay, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
-
-
-def _unit(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
-
-
-def _chunked(query, key, value, log_decay, beta, lengths) -> torch.Tensor:
-    """By chunks of tokens, in the form of arXiv 2412.06464, section 3.3: within a chunk by matrix products, for all
-    chunks of the row at once; from chunk to chunk by the state, for all sequences at once."""
-    given, dtype = value.dtype, torch.promote_types(value.dtype, torch.float32)
+    dtype = torch.promote_types(value_THV.dtype, torch.float32)
     size = min(CHUNK, max(lengths))
     counts = [-(-length // size) for length in lengths]
     first = [sum(counts[:i]) for i in range(len(counts))]
-    spread = SequenceSlots(lengths, [size * chunk for chunk in first], size * sum(counts), value.device)
+    spread = SequenceSlots(lengths, [size * chunk for chunk in first], size * sum(counts), value_THV.device)
 
     def chunks(x: torch.Tensor) -> torch.Tensor:
         """[T, H, ...] -> [N, H, C, ...]; what pads a chunk decays nothing and writes nothing."""
         return spread.spread(x.to(dtype)).unflatten(0, (-1, size)).transpose(1, 2)
 
-    query, key, value, beta, log_decay = (chunks(x) for x in (query, key, value, beta, log_decay))
+    tensors = (query_THK, key_THK, value_THV, beta_TH, log_decay_TH)
+    query, key, value, beta, log_decay = (chunks(x) for x in tensors)
     query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
     decay_NHC = log_decay.cumsum(-1)
     later = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
@@ -144,4 +111,8 @@ def _chunked(query, key, value, log_decay, beta, lengths) -> torch.Tensor:
         out.append(query[index] @ state + within[index] @ new)
         state = state * whole_N[index] + key[index].mT @ new
     out_NHCV = torch.cat(out).index_select(0, rows.argsort().to(value.device))
-    return spread.collect(out_NHCV.transpose(1, 2).flatten(0, 1)).to(given)
+    return spread.collect(out_NHCV.transpose(1, 2).flatten(0, 1)).to(value_THV.dtype)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)

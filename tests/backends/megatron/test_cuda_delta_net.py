@@ -1,6 +1,4 @@
-"""Gated delta nets on one GPU: a step in bf16 is that in fp32, and both ways to compute the rule agree."""
-
-import importlib.util
+"""Gated delta nets on one GPU: rule and convolution are those of the CPU, a step in bf16 is that in fp32."""
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from tests.backends.megatron.worlds import start_trainer, stop_trainer, train_ro
 from tests.backends.trainers import run_world, trainer_args
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-HAS_FLA = importlib.util.find_spec("fla") is not None
 LENGTHS = [5, 700, 1, 64, 130, 2000]
 FLAGS = "--train-backend megatron --device cuda --ci-test --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3".split()
 VARIANTS = {
@@ -28,26 +25,13 @@ def inputs(dtype, heads=4, dim=128):
     query, key, value = torch.randn(3, sum(LENGTHS), heads, dim, **kwargs).to(dtype)
     log_decay = -torch.rand(sum(LENGTHS), heads, **kwargs)
     beta = torch.rand(sum(LENGTHS), heads, **kwargs).to(dtype)
-    return [x.requires_grad_() for x in (query, key, value, log_decay, beta)]
-
-
-def with_gradients(packed, **options):
-    out = gated_delta_rule(*packed, LENGTHS, **options)
-    weights = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    return out, *torch.autograd.grad((out.float() * weights).sum(), packed)
+    return [query, key, value, log_decay, beta]
 
 
 def test_the_rule_is_that_of_the_cpu():
     packed = inputs(torch.float32)
-    expected = gated_delta_rule(*(x.detach().cpu().double() for x in packed), LENGTHS)
+    expected = gated_delta_rule(*(x.cpu().double() for x in packed), LENGTHS)
     assert (gated_delta_rule(*packed, LENGTHS).cpu() - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-@pytest.mark.skipif(not HAS_FLA, reason="needs flash-linear-attention")
-def test_flash_linear_attention_gives_values_and_gradients_of_the_plain_rule():
-    packed = inputs(torch.bfloat16)
-    for fused, plain in zip(with_gradients(packed), with_gradients(packed, fused=False), strict=True):
-        assert (fused.float() - plain.float()).norm() < 2e-2 * plain.float().norm()
 
 
 def test_convolution():
