@@ -149,7 +149,13 @@ def measure(options: Namespace, directory: Path) -> dict:
         started = time.perf_counter() - start
         context = torch.multiprocessing.get_context("spawn")
         queue = context.Queue()
-        torch.multiprocessing.spawn(trainer, (options, args, urls, queue), nprocs=options.gpus)
+        ranks = [context.Process(target=trainer, args=(i, options, args, urls, queue)) for i in range(options.gpus)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()  # not its sentinel, which torch's manager of shared memory keeps open
+        if any(rank.exitcode for rank in ranks):
+            raise SystemExit(f"the trainers ended with {[rank.exitcode for rank in ranks]}")
         result = queue.get(timeout=60)
     finally:
         for server in servers:
