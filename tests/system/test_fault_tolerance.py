@@ -55,8 +55,10 @@ def test_the_only_engine_under_colocation(tmp_path, tiny_model_dir):
     """In mid-rollout the rollout waits for its return; while the trainer has the memory, the next sync does."""
     run = TrainRun(tmp_path, tiny_model_dir, *FLAGS, "--colocate", "--num-rollout", 6)
     log = run.path / "logs" / "driver.log"
-    run.wait_for(lambda: "rollout 2/6: generating ..." in (log.read_text() if log.exists() else ""))
-    find(run, "slime.engine.server")[0].kill()
+    run.wait_for(lambda: "rollout 1/6: generating ..." in (log.read_text() if log.exists() else ""))
+    engine = find(run, "slime.engine.server")[0]  # now: looking for it takes as long as a rollout generates
+    run.wait_for(lambda: "rollout 2/6: generating ..." in log.read_text())
+    engine.kill()
     run.wait_for(lambda: restarts(run) == 1)
     run.wait_for(lambda: "rollout 4/6: training ..." in log.read_text())
     for process in find(run, "ray::EmbeddedEngineActor"):
