@@ -70,7 +70,7 @@ def test_a_cluster_of_two_nodes_comes_and_goes(tmp_path):
     env = {**ENV, "PATH": f"{bin}:{os.environ['PATH']}", "HEAD": head, "GPUS_PER_NODE": "0"}
     env |= {
         "RAY_PORT": "20379",
-        "RAY_WAIT_SECONDS": "90",
+        "RAY_WAIT_SECONDS": "150",
         "RAY_AUTH_TOKEN": "0" * 64,
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
     }
