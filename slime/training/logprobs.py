@@ -107,19 +107,30 @@ def _restricted(logits: torch.Tensor, kept: KeptTokens | None, rows: slice, targ
     return logits if kept is None else kept.restrict(logits, rows.start, targets[rows])
 
 
-def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out) -> None:
-    """Write one chunk's rows; `entropy_out` None leaves the entropy out."""
+def _forward_chunk(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out=None) -> None:
+    """Write one chunk's rows; `entropy_out` None leaves the entropy out. With `log_sums_out` by the GPU's kernel."""
+    if log_sums_out is not None:
+        from slime.training.logit_kernels import summarise
+
+        return summarise(logits, targets, temperature, log_probs_out, entropy_out, log_sums_out)
     log_probs = _log_softmax(logits, temperature)
     log_probs_out.copy_(log_probs.gather(-1, targets[:, None]).squeeze(-1))
     if entropy_out is not None:
         entropy_out.copy_(torch.special.entr(log_probs.exp_()).sum(-1))
 
 
-def _backward_chunk(logits, targets, temperature, grad_log_probs, entropy, grad_entropy) -> torch.Tensor:
-    """Gradient of one chunk's logits, in math precision; `grad_entropy` None where the entropy has none.
+def _backward_chunk(
+    logits, targets, temperature, grad_log_probs, entropy, grad_entropy, log_sums=None
+) -> torch.Tensor:
+    """Gradient of one chunk's logits, in math precision; `grad_entropy` None where the entropy has none. With
+    `log_sums` by the GPU's kernel, in the place and dtype of the logits.
 
     d log p_target / dz = onehot - p;  dH / dz = -p (log p + H);  z = logits / temperature.
     """
+    if log_sums is not None:
+        from slime.training.logit_kernels import gradient_
+
+        return gradient_(logits, targets, temperature, log_sums, grad_log_probs, entropy, grad_entropy)
     probs = _log_softmax(logits, temperature).exp_()
     if grad_entropy is None:
         grad = probs.mul_(-grad_log_probs[:, None])
@@ -151,12 +162,8 @@ class _HeadLogProbs(torch.autograd.Function):
         for rows in _chunks(hidden.shape[0], chunk_size):
             logits = _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), kept, rows, targets)
             out = entropy[rows] if with_entropy else None
-            if kernels:
-                from slime.training.logit_kernels import summarise
-
-                summarise(logits, targets[rows], temperature, log_probs[rows], out, log_sums[rows])
-            else:
-                _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out)
+            sums = log_sums[rows] if kernels else None
+            _forward_chunk(logits, targets[rows], temperature, log_probs[rows], out, sums)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, log_sums)
         ctx.temperature, ctx.entropy_grad, ctx.chunk_size, ctx.kept = temperature, entropy_grad, chunk_size, kept
         if not entropy_grad:
@@ -172,18 +179,15 @@ class _HeadLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=dtype) if want_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if want_bias else None
         for rows in _chunks(hidden.shape[0], ctx.chunk_size):
-            logits = _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), ctx.kept, rows, targets)
-            grads = (
+            grad = _backward_chunk(
+                _restricted(torch.nn.functional.linear(hidden[rows], weight, bias), ctx.kept, rows, targets),
+                targets[rows],
+                ctx.temperature,
                 grad_log_probs[rows],
                 entropy[rows] if ctx.entropy_grad else None,
                 grad_entropy[rows] if ctx.entropy_grad else None,
+                None if log_sums is None else log_sums[rows],
             )
-            if log_sums is None:
-                grad = _backward_chunk(logits, targets[rows], ctx.temperature, *grads)
-            else:
-                from slime.training.logit_kernels import gradient_
-
-                grad = gradient_(logits, targets[rows], ctx.temperature, log_sums[rows], *grads)
             if want_bias:
                 grad_bias += grad.sum(0, dtype=dtype)
             grad = grad.to(hidden.dtype)

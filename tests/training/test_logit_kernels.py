@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from slime.training import logit_kernels
+from slime.training import logit_kernels, logprobs
+from slime.training.kept_tokens import KeptTokens
 
 pytestmark = pytest.mark.integration
 
@@ -78,3 +79,21 @@ def test_nothing_that_could_be_sampled():
     logits = torch.full((ROWS, VOCAB), -torch.inf, device=DEVICE)
     _, _, log_sums = summary(logits, torch.zeros(ROWS, dtype=torch.int64, device=DEVICE), 1.0)
     assert bool((log_sums == -torch.inf).all())
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_log_probs_of_hidden_states_are_those_without_kernels(entropy_grad, monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, device=DEVICE) for shape in ((9, 16), (VOCAB, 16), (VOCAB,)))
+    targets = torch.randint(0, VOCAB, (9,), device=DEVICE)
+    kept = KeptTokens(torch.randint(0, VOCAB, (9 * 20,)), torch.arange(10) * 20)
+    results = {}
+    for kernels in (False, True):
+        monkeypatch.setattr(logprobs, "has_kernels", lambda _, kernels=kernels: kernels)
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        options = {"temperature": 0.7, "with_entropy": True, "entropy_grad": entropy_grad, "chunk_size": 4}
+        picked, entropy = logprobs.token_log_probs(leaves[0], leaves[1], targets, bias=leaves[2], kept=kept, **options)
+        (picked.sum() + (entropy.sum() if entropy_grad else 0)).backward()
+        results[kernels] = (picked.detach(), entropy.detach(), *(leaf.grad for leaf in leaves))
+    for got, want in zip(results[True], results[False], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
