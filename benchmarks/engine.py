@@ -24,30 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.environment import describe, write_result
+from benchmarks.shapes import SHAPES
 from slime.engine.engine import Engine, EngineConfig
 from slime.engine.protocol import Request, SamplingParams
 from slime.modeling.hf import load_causal_lm
 
-SHAPES = {
-    "tiny": {
-        "vocab_size": 2048,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
 PAD = 0
 
 
@@ -56,9 +37,7 @@ def save_model(path: str, shape: str, dtype: torch.dtype) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        **SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=None, pad_token_id=PAD
-    )
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=4096, eos_token_id=None, pad_token_id=PAD)
     Qwen3ForCausalLM(config).to(dtype).save_pretrained(path)
 
 
@@ -229,7 +208,9 @@ def measure(system, requests) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="default: tiny on CPU, qwen3-0.6b on CUDA")
+    parser.add_argument(
+        "--shape", choices=("tiny", "qwen3-0.6b", "qwen3-4b"), help="default: tiny on CPU, qwen3-0.6b on CUDA"
+    )
     parser.add_argument("--requests", type=int, default=None)
     parser.add_argument("--batch", type=int, default=None, help="most requests at once")
     parser.add_argument("--prompt", type=int, default=128, help="longest prompt")
