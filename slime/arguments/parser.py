@@ -152,7 +152,7 @@ def _convert(flag: Flag, raw: Any, shown_name: str, into: dict[str, Any], proble
         for item in value if flag.is_list else [value]:
             reason = reason or flag.pending_choices.get(item)
     if reason:
-        problems.add(shown_name, None if flag.is_bool else raw, f"not available yet: {reason}")
+        problems.add(shown_name, None if flag.is_bool else raw, f"not available yet: {reason}", "leave it out")
         return
     into[flag.dest] = value
 

@@ -184,7 +184,9 @@ def _check_given(args: Namespace, problems: Problems) -> None:
             problems.add(flag, value, rule, "leave it out")
     for field in NEEDED:
         if vars(args).get(field) is False:
-            problems.add("--no-" + field.replace("_", "-"), None, f"not available yet: {REFUSED[field]}")
+            problems.add(
+                "--no-" + field.replace("_", "-"), None, f"not available yet: {REFUSED[field]}", "leave it out"
+            )
     dispatcher = vars(args).get("moe_token_dispatcher_type")
     if dispatcher == "allgather":
         logger.warning("--moe-token-dispatcher-type allgather is replaced by alltoall: rows differ in length")
