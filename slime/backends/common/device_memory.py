@@ -30,6 +30,12 @@ class DeviceMemory:
     def _restore_rest(self) -> None:
         raise NotImplementedError
 
+    def _leave_groups(self) -> None:
+        """Give back what communication between ranks keeps; it is taken again with its next use."""
+
+    def _join_groups(self) -> None:
+        """Take it back."""
+
     def offload(self, keep_parameters: bool = False) -> None:
         """`keep_parameters`: what weights are sent from stays for now."""
         if self._stays:
@@ -42,8 +48,11 @@ class DeviceMemory:
                 copy.release()
             self.parameters_released = True
         torch.cuda.empty_cache()
+        if self.parameters_released:
+            self._leave_groups()
 
     def onload(self) -> None:
+        self._join_groups()
         if self.parameters_released:
             self._restore_parameters()
             self.parameters_released = False
@@ -62,6 +71,7 @@ class DeviceMemory:
             for copy in self._parameters:
                 copy.drop()
             torch.cuda.empty_cache()
+            self._leave_groups()
 
     def _restore_parameters(self) -> None:
         for copy in self._parameters:

@@ -9,6 +9,7 @@ import torch
 
 from slime.backends.common.device_memory import DeviceMemory
 from slime.backends.common.host_memory import HostCopy
+from slime.backends.megatron_utils.groups import ReleasableGroups
 from slime.backends.megatron_utils.optimizer import Optimizer
 
 
@@ -18,10 +19,19 @@ class MegatronMemory(DeviceMemory):
     Args:
         chunks: model chunks wrapped for data parallelism.
         parameters: a host copy of the parameters' storages.
+        groups: between whose members they are cut.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Optimizer, parameters: HostCopy, stays: bool):
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Optimizer,
+        parameters: HostCopy,
+        groups: ReleasableGroups,
+        stays: bool,
+    ):
         super().__init__([parameters], stays)
+        self._groups = groups
         self._chunks = chunks
         self._optimizer = optimizer
         self._own = {tensor.untyped_storage()._cdata for tensor in parameters.tensors}
@@ -40,6 +50,12 @@ class MegatronMemory(DeviceMemory):
         for gradients in self._gradients():
             gradients.untyped_storage().resize_(gradients.numel() * gradients.element_size())
             gradients.zero_()
+
+    def _leave_groups(self) -> None:
+        self._groups.release()
+
+    def _join_groups(self) -> None:
+        self._groups.join()
 
     @staticmethod
     def _storage(tensor: torch.Tensor) -> int:

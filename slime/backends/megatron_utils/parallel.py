@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from slime.backends.megatron_utils.groups import ReleasableGroups
 from slime.training.context_parallel import ContextParallel
 
 
@@ -30,21 +32,24 @@ class ParallelSizes:
         return world_size // self.model
 
 
-def init_parallel(sizes: ParallelSizes, seed: int, timeout_minutes: float) -> None:
-    """Make Megatron's groups (collective) and seed its random states."""
+def init_parallel(
+    sizes: ParallelSizes, seed: int, timeout_minutes: float, groups: ReleasableGroups | None = None
+) -> None:
+    """Make Megatron's groups (collective), in `groups` if they shall be releasable, and seed its random states."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tensor,
-        pipeline_model_parallel_size=sizes.pipeline,
-        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
-        context_parallel_size=sizes.context,
-        expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=sizes.expert_tensor,
-        distributed_timeout_minutes=int(timeout_minutes),
-        create_gloo_process_groups=False,
-    )
+    with groups.making() if groups else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=int(timeout_minutes),
+            create_gloo_process_groups=False,
+        )
     model_parallel_cuda_manual_seed(seed)
 
 

@@ -16,6 +16,7 @@ from slime.backends.common.metrics import sum_over_ranks
 from slime.backends.common.trainer import Trainer
 from slime.backends.megatron_utils import compat, hooks
 from slime.backends.megatron_utils.architecture import Architecture, read_architecture
+from slime.backends.megatron_utils.groups import ReleasableGroups
 from slime.backends.megatron_utils.settings import config_overrides, ddp_options, optimizer_options, parallel_sizes
 from slime.modeling.cudnn_attention import prefers_cudnn
 from slime.training.batch import MicroBatch
@@ -61,7 +62,9 @@ class MegatronTrainer(Trainer):
 
         args = self.args
         self.sizes = parallel_sizes(args)
-        init_parallel(self.sizes, args.seed, args.distributed_timeout_minutes)
+        self.groups = ReleasableGroups()
+        releasable = self.groups if args.offload_train else None
+        init_parallel(self.sizes, args.seed, args.distributed_timeout_minutes, releasable)
         hooks.after_init(args)
         self.dp_group = parallel_state.get_data_parallel_group()
         self.dp_rank = dist.get_rank(self.dp_group)
@@ -145,7 +148,9 @@ class MegatronTrainer(Trainer):
             clip_grad=args.clip_grad,
             **optimizer_options(args),
         )
-        self.memory = MegatronMemory(self.chunks, self.optimizer, self.trained, stays=args.device == "cpu")
+        self.memory = MegatronMemory(
+            self.chunks, self.optimizer, self.trained, self.groups, stays=args.device == "cpu"
+        )
 
     def _resume(self) -> bool:
         from slime.backends.megatron_utils.checkpoint import latest_checkpoint, load_checkpoint, load_weights
