@@ -8,6 +8,7 @@ rank. Of a model with experts the ones that a token visits count; what does not 
     python benchmarks/train_megatron.py --device cuda --shape qwen3-30b-a3b --layers 4 --tokens 8192 \\
         -- --no-moe-grouped-gemm
 
+At the end the trainer is offloaded and comes back twice; `-- --no-offload-train` keeps its process groups then.
 `--device cpu --shape tiny` checks the script. The result goes to benchmarks/results/.
 """
 
@@ -92,13 +93,36 @@ def measure(rank: int, options: Namespace, model: str) -> dict | None:
             "loss": metrics["train/loss"],
             "grad_norm": metrics["train/grad_norm"],
         }
-        if cuda:
-            start = time.perf_counter()
-            trainer.offload()
-            result["offload_s"] = time.perf_counter() - start
-            result["memory_offloaded_gb"] = torch.cuda.memory_allocated() / 1e9
+    if cuda:
+        memory = sleep(trainer, part, options.warmup + options.steps)
+        result = result and result | memory
     trainer.dispose()
     return result
+
+
+def sleep(trainer: Trainer, part: dict, rollout_id: int) -> dict[str, list[float]]:
+    """Two turns of the engines between two steps: seconds, and what is used of this rank's GPU, contexts included."""
+    out: dict[str, list[float]] = {"offload_s": [], "onload_s": [], "step_after_s": []}
+    out |= {"gpu_used_gb": [gpu_used()], "gpu_used_offloaded_gb": []}
+    for turn in range(2):
+        for name, action in (
+            ("offload_s", trainer.offload),
+            ("onload_s", trainer.onload),
+            ("step_after_s", lambda: trainer.train_on(rollout_id + turn, RankData(part))),  # noqa: B023
+        ):
+            torch.distributed.barrier()
+            start = time.perf_counter()
+            action()
+            torch.cuda.synchronize()
+            out[name].append(time.perf_counter() - start)
+            if name == "offload_s":
+                out["gpu_used_offloaded_gb"].append(gpu_used())
+    return out
+
+
+def gpu_used() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
 
 
 def parse() -> Namespace:
