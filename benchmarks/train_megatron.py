@@ -8,7 +8,7 @@ rank. Of a model with experts the ones that a token visits count; what does not 
     python benchmarks/train_megatron.py --device cuda --shape qwen3-30b-a3b --layers 4 --tokens 8192 \\
         -- --no-moe-grouped-gemm
 
-At the end the trainer is offloaded and comes back twice; `-- --no-offload-train` keeps its process groups then.
+At the end the trainer is offloaded and comes back twice; with `--keep-groups` NCCL keeps its buffers meanwhile.
 `--device cpu --shape tiny` checks the script. The result goes to benchmarks/results/.
 """
 
@@ -52,7 +52,10 @@ def trainer_args(options: Namespace, model: str) -> Namespace:
     ).split()
     if not options.no_recompute:
         flags.append("--gradient-checkpointing")
-    return load_args([*flags, *options.flags])
+    args = load_args([*flags, *options.flags])
+    # Without engines a run has no reason to offload.
+    args.offload_train = not options.keep_groups
+    return args
 
 
 def measure(rank: int, options: Namespace, model: str) -> dict | None:
@@ -138,6 +141,7 @@ def parse() -> Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=-1, help="rows per chunk of the log-prob operation")
     parser.add_argument("--no-recompute", action="store_true", help="keep activations")
+    parser.add_argument("--keep-groups", action="store_true", help="make process groups that are never left")
     parser.add_argument("--port", type=int, default=29592)
     parser.add_argument("--name", help="name of the result file")
     parser.add_argument("flags", nargs="*", help="after --: further flags of `slime train`")
