@@ -20,7 +20,7 @@ GIB = 1024**3
 TRAINER_ASLEEP = 1.9 * GIB
 """CUDA context and libraries of a trainer that gave its tensors back."""
 MEGATRON_GROUPS = 3.0 * GIB
-"""What NCCL keeps for the many process groups of Megatron over several GPUs (measured with TP2 x PP2)."""
+"""What NCCL keeps for the process groups of Megatron over several GPUs that are in use (measured with TP2 x PP2)."""
 ENGINE_RELEASED = 3.0 * GIB
 """The same of an engine whose weights and KV cache are released, with its CUDA graphs."""
 ENGINE_WORKSPACE = 1.0 * GIB
@@ -160,8 +160,8 @@ def engine_kv_bytes(size: ModelSize, args: Namespace) -> int:
     return size.kv_bytes_per_token(max(1, args.rollout_num_gpus_per_engine // replicas), dtype_bytes)
 
 
-def trainer_asleep(args: Namespace) -> float:
-    """What a trainer that gave its tensors back still has on its GPU."""
+def trainer_context(args: Namespace) -> float:
+    """What a trainer has on its GPU beside tensors; while it is asleep the groups are gone."""
     alone = args.actor_num_nodes * args.actor_num_gpus_per_node == 1
     return TRAINER_ASLEEP + (MEGATRON_GROUPS if args.train_backend == "megatron" and not alone else 0.0)
 
@@ -251,7 +251,7 @@ def predict(args: Namespace, size: ModelSize, sizes: Mapping[str, ModelSize], gp
         copies = 2 if args.use_critic and not args.offload_train else 1  # PPO's critic has the policy's size
         parts = {name: copies * value for name, value in states.items()}
         parts["activations (at most)"] = activation_bytes(size, args)
-        parts["CUDA context"] = trainer_asleep(args)
+        parts["CUDA context"] = trainer_context(args)
         if args.colocate:
             parts["engine released"] = ENGINE_RELEASED
         phases.append(Phase("training", parts, frozenset((*known, "CUDA context"))))
@@ -269,14 +269,15 @@ def _engine_phases(
     for spec in model.engines():
         own = engine_args(args, model, spec)
         name = "generating" if len(args.served_models) == 1 else f"serving {model.name}"
-        phase = serving_phase(size, own, name, gpu_bytes, trainer_asleep(args) if shares else 0.0)
+        beside = TRAINER_ASLEEP if args.offload_train else trainer_context(args)
+        phase = serving_phase(size, own, name, gpu_bytes, beside if shares else 0.0)
         phases[str(sorted(phase.parts.items()))] = phase
         if shares:
             parts = {
                 "trainer's parameters": trainer_states(trained, args)["parameters"],
                 "engine's weights": engine_weight_bytes(size, own),
                 "buckets": float(min(2 * args.update_weight_buffer_size, trained.params * BYTES[args.dtype])),
-                "contexts": trainer_asleep(args) + ENGINE_RELEASED,
+                "contexts": trainer_context(args) + ENGINE_RELEASED,
             }
             sync = Phase("updating weights", parts, frozenset(parts))
             phases[str(sorted(parts.items()))] = sync

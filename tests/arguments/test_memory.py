@@ -147,6 +147,16 @@ def test_states_of_megatron(load):
         assert parts["optimizer"] == params  # 4 bytes of a quarter of them: the fp32 copy stays on the GPU
 
 
+def test_megatrons_groups_are_gone_while_it_sleeps(load):
+    args = load("--actor-num-gpus-per-node", "2")
+    args.train_backend = "megatron"
+    plan = phases(args)
+    groups = plan["training"].parts["CUDA context"] - plan["generating"].parts["trainer asleep"]
+    assert groups == memory.MEGATRON_GROUPS
+    args.offload_train = False
+    assert phases(args)["generating"].parts["trainer asleep"] == plan["training"].parts["CUDA context"]
+
+
 def test_engines_of_their_own(load):
     args = load("--rollout-num-gpus", "1", colocate=False)
     plan = phases(args)

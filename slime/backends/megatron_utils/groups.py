@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -42,7 +43,8 @@ class ReleasableGroup(dist.ProcessGroup):
 
     @property
     def joined(self) -> dist.ProcessGroup:
-        """The group itself; with gloo a collective call for its members if they have to join."""
+        """The group itself. It is made as late as NCCL makes communicators anyway: with a collective call's first use,
+        so that groups that a layout does not use cost nothing."""
         if self._joined is None:
             # `new_group` would wait for the whole world each time, and its names would repeat.
             self._joined, _ = c10d._new_process_group_helper(
@@ -96,17 +98,13 @@ class ReleasableGroups:
             yield
         finally:
             dist.new_group = new_group
-        self.join()
-
-    def join(self) -> None:
-        """Join all that were left, in the same order on all ranks."""
-        for group in self.groups:
-            group.joined  # noqa: B018
 
     def release(self) -> None:
-        """Leave all; collective."""
-        for group in self.groups:
-            group.release()
+        """Leave all; collective. At once, because NCCL waits most of the time."""
+        if self.groups:
+            with ThreadPoolExecutor(len(self.groups)) as threads:
+                for left in [threads.submit(group.release) for group in self.groups]:
+                    left.result()
 
     def _new_group(
         self,

@@ -63,7 +63,7 @@ class MegatronTrainer(Trainer):
         args = self.args
         self.sizes = parallel_sizes(args)
         self.groups = ReleasableGroups()
-        releasable = self.groups if args.offload_train else None
+        releasable = self.groups if args.offload_train and dist.get_world_size() > 1 else None
         init_parallel(self.sizes, args.seed, args.distributed_timeout_minutes, releasable)
         hooks.after_init(args)
         self.dp_group = parallel_state.get_data_parallel_group()

@@ -107,9 +107,13 @@ def layouts(rank, world_size, port, dirs, cases):
     out = {}
     for case, (model, flags) in cases.items():
         changes = {"data_pad_size_multiplier": 4, "make_vocab_size_divisible_by": 12}
-        args = trainer_args(dirs[model], *FP32, *flags, **changes)
+        args = trainer_args(dirs[model], *FP32, *flags, offload_train=world_size > 1, **changes)
         trainer = start_trainer(args, rank, world_size, port, with_ref=True)
-        metrics = [train_rollout(trainer, rollout_id) for rollout_id in range(2)]
+        metrics = [train_rollout(trainer, 0)]
+        if args.offload_train:  # which its groups leave, too
+            trainer.offload()
+            trainer.onload()
+        metrics.append(train_rollout(trainer, 1))
         out[case] = (metrics, on_host(trainer))
         stop_trainer()
     torch.distributed.destroy_process_group()
