@@ -10,7 +10,7 @@ import pytest
 
 from slime.arguments.problems import Problems
 from slime.arguments.validation import memory
-from slime.utils.memory_plan import GIB, engine_kv_bytes, read_size
+from slime.utils.memory_plan import GIB, MEGATRON_GROUPS, engine_kv_bytes, read_size
 
 pytestmark = pytest.mark.unit
 MIB = 1024**2
@@ -152,7 +152,7 @@ def test_megatrons_groups_are_gone_while_it_sleeps(load):
     args.train_backend = "megatron"
     plan = phases(args)
     groups = plan["training"].parts["CUDA context"] - plan["generating"].parts["trainer asleep"]
-    assert groups == memory.MEGATRON_GROUPS
+    assert groups == MEGATRON_GROUPS
     args.offload_train = False
     assert phases(args)["generating"].parts["trainer asleep"] == plan["training"].parts["CUDA context"]
 
