@@ -152,7 +152,7 @@ def test_megatrons_groups_are_gone_while_it_sleeps(load):
     args.train_backend = "megatron"
     plan = phases(args)
     groups = plan["training"].parts["CUDA context"] - plan["generating"].parts["trainer asleep"]
-    assert groups == MEGATRON_GROUPS
+    assert groups == pytest.approx(MEGATRON_GROUPS)
     args.offload_train = False
     assert phases(args)["generating"].parts["trainer asleep"] == plan["training"].parts["CUDA context"]
 
