@@ -33,6 +33,9 @@ class DeviceMemory:
     def _leave_groups(self) -> None:
         """Give back what communication between ranks keeps; it is taken again with its next use."""
 
+    def _join_groups(self) -> None:
+        """Take it back."""
+
     def offload(self, keep_parameters: bool = False) -> None:
         """`keep_parameters`: what weights are sent from stays for now."""
         if self._stays:
@@ -49,6 +52,7 @@ class DeviceMemory:
             self._leave_groups()
 
     def onload(self) -> None:
+        self._join_groups()
         if self.parameters_released:
             self._restore_parameters()
             self.parameters_released = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,7 +20,7 @@ _numbers = itertools.count()
 
 
 class ReleasableGroup(dist.ProcessGroup):
-    """Stands for the process group `joined`, which is made on first use and again after `release`.
+    """Stands for the process group `joined`, which is made when it is first asked for and again after `release`.
 
     Args:
         name: unlike that of any other group of the world, and the same on all members.
@@ -37,27 +36,27 @@ class ReleasableGroup(dist.ProcessGroup):
         self._options = {"timeout": timeout, "backend_options": options, "group_desc": description}
         self._joined: dist.ProcessGroup | None = None
         self._times_joined = 0
-        c10d._world.pg_map[self] = (backend, c10d._get_default_store())
-        c10d._world.pg_backend_config[self] = str(c10d.BackendConfig(c10d.Backend(backend)))
         c10d._world.pg_group_ranks[self] = self._ranks_in_group()
 
     @property
     def joined(self) -> dist.ProcessGroup:
-        """The group itself. It is made as late as NCCL makes communicators anyway: with a collective call's first use,
-        so that groups that a layout does not use cost nothing."""
+        """The group itself; with gloo a collective call for its members if they have to join."""
         if self._joined is None:
+            backend, world, store = c10d.Backend(self._backend), c10d._world, c10d._get_default_store()
             # `new_group` would wait for the whole world each time, and its names would repeat.
             self._joined, _ = c10d._new_process_group_helper(
                 len(self._ranks),
                 self.rank(),
                 self._ranks,
-                c10d.Backend(self._backend),
-                c10d._get_default_store(),
+                backend,
+                store,
                 group_name=f"{self._name}-{self._times_joined}",
                 **self._options,
             )
-            c10d._world.pg_group_ranks[self._joined] = self._ranks_in_group()
             self._times_joined += 1
+            world.pg_group_ranks[self._joined] = self._ranks_in_group()
+            world.pg_map[self] = (backend, store)
+            world.pg_backend_config[self] = str(c10d.BackendConfig(backend))
         return self._joined
 
     def release(self) -> None:
@@ -65,6 +64,8 @@ class ReleasableGroup(dist.ProcessGroup):
         if self._joined is not None:
             dist.destroy_process_group(self._joined)
             self._joined = None
+            # torch goes through all groups, and must not make one on the way.
+            del c10d._world.pg_map[self], c10d._world.pg_backend_config[self]
 
     def _ranks_in_group(self) -> dict[int, int]:
         return {rank: index for index, rank in enumerate(self._ranks)}
@@ -98,13 +99,17 @@ class ReleasableGroups:
             yield
         finally:
             dist.new_group = new_group
+        self.join()
+
+    def join(self) -> None:
+        """Join all that were left, in the same order on all ranks."""
+        for group in self.groups:
+            group.joined  # noqa: B018
 
     def release(self) -> None:
-        """Leave all; collective. At once, because NCCL waits most of the time."""
-        if self.groups:
-            with ThreadPoolExecutor(len(self.groups)) as threads:
-                for left in [threads.submit(group.release) for group in self.groups]:
-                    left.result()
+        """Leave all; collective."""
+        for group in self.groups:
+            group.release()
 
     def _new_group(
         self,

@@ -54,6 +54,9 @@ class MegatronMemory(DeviceMemory):
     def _leave_groups(self) -> None:
         self._groups.release()
 
+    def _join_groups(self) -> None:
+        self._groups.join()
+
     @staticmethod
     def _storage(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata

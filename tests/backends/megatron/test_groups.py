@@ -1,5 +1,7 @@
 """Groups that are left and joined again between rollouts: nothing of the training changes, nothing of them stays."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ def two_rollouts(rank, world_size, port, path, layout):
         own = len(c10d._world.pg_names)
         trainer = start_trainer(args, rank, world_size, port, with_ref=True)
         for rollout_id in range(2):
+            trainer.groups.join()
             train_rollout(trainer, rollout_id)
             if releasable:
                 counts.append(len(c10d._world.pg_names) - own)
@@ -54,7 +57,7 @@ def test_training_goes_on_with_groups_that_were_left(tmp_path, layers, layout, r
         save_family("qwen3_moe", str(tmp_path))
     for (straight, interrupted), counts in run_world(two_rollouts, ranks, str(tmp_path), layout):
         assert all(torch.equal(value, interrupted[name]) for name, value in straight.items())
-        assert counts[0] > 3 and counts[2] > 3 and counts[1] == counts[3] == 0
+        assert counts[0] > 10 and counts == [counts[0], 0] * 2
 
 
 def exchange(rank, world_size, port):
@@ -85,8 +88,10 @@ def exchange(rank, world_size, port):
         dist.all_gather_object(names, f"rank {rank}", group=odd)
         out.append((whole.item(), received.item(), names, dist.get_process_group_ranks(odd), odd.group_name))
         assert dist.get_rank(odd) == rank // 2 and dist.get_world_size(odd) == 2 and dist.get_backend(odd) == "gloo"
+        c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))  # as torch.compile does
         groups.release()
         groups.release()
+        c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
     dist.destroy_process_group()
     return out
 
