@@ -137,8 +137,9 @@ def flash_varlen(
     if has_gqa and q.shape[1] != k.shape[1]:
         kwargs["enable_gqa"] = True
     value_dim = v.shape[-1]
-    if value_dim != q.shape[-1]:  # multi-head latent attention: the kernels want one head size
-        v = F.pad(v, (0, q.shape[-1] - value_dim))
+    # The kernels want one head size, which latent attention does not have, and a multiple of 8; zeros add nothing.
+    head_dim = -(-max(q.shape[-1], value_dim) // 8) * 8
+    q, k, v = (F.pad(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x for x in (q, k, v))
     out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs)
     return out[..., :value_dim]
 
