@@ -137,11 +137,15 @@ def flash_varlen(
     if has_gqa and q.shape[1] != k.shape[1]:
         kwargs["enable_gqa"] = True
     value_dim = v.shape[-1]
-    # The kernels want one head size, which latent attention does not have, and a multiple of 8; zeros add nothing.
-    head_dim = -(-max(q.shape[-1], value_dim) // 8) * 8
-    q, k, v = (F.pad(x, (0, head_dim - x.shape[-1])) if x.shape[-1] < head_dim else x for x in (q, k, v))
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs)
+    out = varlen_attn(*padded_heads(q, k, v), cu_q, cu_k, max_q, max_k, **kwargs)
     return out[..., :value_dim]
+
+
+def padded_heads(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values as flash kernels want them: one head size, which latent attention does not have, and a
+    multiple of 8. Zeros change no score and no output."""
+    size = -(-max(x.shape[-1] for x in heads) // 8) * 8
+    return tuple(F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x for x in heads)
 
 
 def attention_forward(

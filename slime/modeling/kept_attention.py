@@ -8,9 +8,8 @@ handed out when the layer is recomputed.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from slime.modeling.attention import PackedSequences
+from slime.modeling.attention import PackedSequences, padded_heads
 
 
 class KeptAttention(PackedSequences):
@@ -34,12 +33,9 @@ class KeptAttention(PackedSequences):
         if not fused or not (torch.is_grad_enabled() or self.reentrant):
             return super().attend(layer_idx, query_THD, key_TGD, value_TGD, scale, window)
         value_dim = value_TGD.shape[-1]
-        if value_dim != query_THD.shape[-1]:
-            value_TGD = F.pad(value_TGD, (0, query_THD.shape[-1] - value_dim))
+        heads = padded_heads(query_THD, key_TGD, value_TGD)
         kept = self._kept.pop(layer_idx, None)
-        out, lse = _FlashVarlen.apply(
-            query_THD, key_TGD, value_TGD, self.cu_seqlens, self.max_seqlen, scale, window, kept
-        )
+        out, lse = _FlashVarlen.apply(*heads, self.cu_seqlens, self.max_seqlen, scale, window, kept)
         if kept is None and torch.is_grad_enabled() is not self.reentrant:
             self._kept[layer_idx] = (out.detach(), lse)
         return out[..., :value_dim]

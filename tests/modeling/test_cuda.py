@@ -12,11 +12,11 @@ pytestmark = [pytest.mark.system, pytest.mark.skipif(not torch.cuda.is_available
 LENGTHS = [300, 1, 77, 1024]
 
 
-def run(context, window, value_dim, recompute):
+def run(context, window, value_dim, recompute, head_dim=64):
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(sum(LENGTHS), n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for n, d in ((8, 64), (2, 64), (2, value_dim))
+        for n, d in ((8, head_dim), (2, head_dim), (2, value_dim))
     )
 
     def layer(q, k, v):
@@ -27,12 +27,12 @@ def run(context, window, value_dim, recompute):
     return out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))
 
 
-@pytest.mark.parametrize("value_dim", [64, 48])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (64, 48), (12, 12), (20, 26)])
 @pytest.mark.parametrize("window", [None, 33])
-def test_gradients_of_kept_attention(window, value_dim):
-    expected = run(PackedSequences(LENGTHS, "cuda"), window, value_dim, recompute=False)
+def test_gradients_of_kept_attention(window, head_dim, value_dim):
+    expected = run(PackedSequences(LENGTHS, "cuda"), window, value_dim, recompute=False, head_dim=head_dim)
     kept = KeptAttention(LENGTHS, "cuda")
-    got = run(kept, window, value_dim, recompute=True)
+    got = run(kept, window, value_dim, recompute=True, head_dim=head_dim)
     assert torch.equal(got[0], expected[0])
     assert kept._kept == {}
     for a, b in zip(got[1:], expected[1:], strict=True):  # the kernel's backward adds in any order
