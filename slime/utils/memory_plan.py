@@ -210,7 +210,9 @@ def _megatron_states(size: ModelSize, args: Namespace, world: int) -> dict[str, 
     routed = size.expert_params / experts
     sharded = dense / (world / model) + routed / max(1.0, world / experts)
     local, compute = dense + routed, BYTES[args.dtype]
-    moments = 0 if args.optimizer_cpu_offload or args.optimizer == "cpu_adam" else 8
+    moments = sum(2 if dtype == "bf16" else 4 for dtype in (args.exp_avg_dtype, args.exp_avg_sq_dtype))
+    if args.optimizer_cpu_offload or args.optimizer == "cpu_adam":
+        moments = 0
     return {
         "parameters": compute * local,
         "gradients": 4 * local,

@@ -36,6 +36,11 @@ def switch(name: str, help: str) -> Flag:
     return megatron(name, help=help, action=STORE_TRUE)
 
 
+def moment(name: str, help: str) -> Flag:
+    unscaled = dict.fromkeys(("fp16", "fp8"), "they need scales; use bf16")
+    return flag(name, default="fp32", help=help, choices=("fp32", "bf16", "fp16", "fp8"), pending_choices=unscaled)
+
+
 PREFIX = "--moe-"
 INSTALL_MEGATRON = 'pip install "slime[megatron]"'
 
@@ -56,18 +61,10 @@ FAMILY = Family(
         flag_switch(
             "--optimizer-cpu-offload", "Keep the moments in host memory and step there (--optimizer cpu_adam)."
         ),
-        flag(
-            "--overlap-cpu-optimizer-d2h-h2d",
-            help="Overlap the copies of the offloaded optimizer.",
-            action=STORE_TRUE,
-            pending="the copies come before and after the step",
-        ),
-        flag(
-            "--use-precision-aware-optimizer",
-            help="Optimizer state in lower precision.",
-            action=STORE_TRUE,
-            pending="Megatron needs the optimizer of Transformer Engine for it; --optimizer-cpu-offload saves more",
-        ),
+        flag_switch("--overlap-cpu-optimizer-d2h-h2d", "Overlap the copies of the offloaded optimizer: always."),
+        flag_switch("--use-precision-aware-optimizer", "Moments in the dtypes of the next two flags."),
+        moment("--exp-avg-dtype", "Dtype of the first moment."),
+        moment("--exp-avg-sq-dtype", "Dtype of the second moment."),
         flag("--attention-dropout", number, 0.0, "Dropout of attention weights: 0."),
         flag("--hidden-dropout", number, 0.0, "Dropout of hidden states: 0."),
         flag_switch("--accumulate-allreduce-grads-in-fp32", "Gradients accumulate and reduce in fp32: always."),

@@ -60,6 +60,9 @@ DESCRIBED: dict[str, Callable[[Architecture], Any]] = {
     "v_head_dim": lambda a: a.get("v_head_dim"),
     "mtp_num_layers": lambda a: a.mtp_layers or None,
 }
+MAX_BETA_BF16 = 0.98
+"""A step changes a moment by (1 - beta) of its distance from the mean, and bf16 rounds less than 2^-8 of the moment
+away: it stops up to 20 % from the mean."""
 _ENDS = {
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
@@ -132,6 +135,7 @@ def complete(args: Namespace, problems: Problems) -> None:
         logger.warning("--sequence-parallel has no effect with --tensor-model-parallel-size 1")
         args.sequence_parallel = False
     _check_recompute(args, problems)
+    _check_moments(args, problems)
     _check_given(args, problems)
     if args.hf_checkpoint is None or problems.concern("--hf-checkpoint"):
         return
@@ -145,6 +149,31 @@ def complete(args: Namespace, problems: Problems) -> None:
     _check_drafts(args, architecture, problems)
     if not args.debug_rollout_only:
         _check_ranks(args, architecture, problems)
+
+
+def _check_moments(args: Namespace, problems: Problems) -> None:
+    """`--use-precision-aware-optimizer`: which moments may have fewer bits."""
+    on_host = args.optimizer_cpu_offload or args.optimizer == "cpu_adam"
+    moments = {
+        "--exp-avg-dtype": (args.exp_avg_dtype, "--adam-beta1", args.adam_beta1),
+        "--exp-avg-sq-dtype": (args.exp_avg_sq_dtype, "--adam-beta2", args.adam_beta2),
+    }
+    narrow = {flag: beta for flag, (dtype, *beta) in moments.items() if dtype == "bf16"}
+    if args.use_precision_aware_optimizer and not narrow and not on_host:
+        logger.warning(
+            "--use-precision-aware-optimizer saves nothing while both moments are in fp32: add --exp-avg-dtype bf16"
+        )
+    for flag, (beta_flag, beta) in narrow.items():
+        if not args.use_precision_aware_optimizer:
+            problems.add(flag, "bf16", "needs --use-precision-aware-optimizer", "add it")
+        elif on_host:
+            problems.add(flag, "bf16", "moments in host memory stay in fp32", "leave it out")
+        elif beta > MAX_BETA_BF16:
+            rule = (
+                f"needs {beta_flag} <= {MAX_BETA_BF16}: with {beta} the moment would stop as far as "
+                f"{2**-8 / (1 - beta):.0%} from its mean, because bf16 rounds changes of less than 1/256 away"
+            )
+            problems.add(flag, "bf16", rule, f"use fp32, or a smaller {beta_flag}")
 
 
 def check_model_flags(hf_checkpoint: str, words: list[str]) -> None:

@@ -60,9 +60,11 @@ REFUSED: dict[str, str] = {
         "kitchen_attention_backend quant_recipe tp_only_amax_red first_last_layers_bf16 "
         "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag "
         "keep_fp8_transpose_cache ep_overlap_early_attn_memory_release overlap_moe_expert_parallel_comm "
-        "use_fused_weighted_squared_relu store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype "
-        "exp_avg_sq_dtype".split(),
+        "use_fused_weighted_squared_relu store_param_remainders".split(),
         _TRANSFORMER_ENGINE,
+    ),
+    **dict.fromkeys(
+        "main_grads_dtype main_params_dtype".split(), "gradients are summed, and parameters kept, in fp32"
     ),
     **dict.fromkeys(
         "apply_query_key_layer_scaling cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel "

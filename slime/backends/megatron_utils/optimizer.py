@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
 from slime.backends.common.lr_schedule import LRSchedule
-from slime.backends.megatron_utils.host_adam import HostAdamW, on_host
+from slime.backends.megatron_utils.adam import ChunkedAdamW, HostAdamW
 
 
 def wrap_chunks(chunks: Sequence[nn.Module], config, **options: Any) -> list[DistributedDataParallel]:
@@ -52,6 +52,7 @@ class Optimizer:
     Args:
         chunks: wrapped for data parallelism.
         host: keep the moments in host memory and compute the step there.
+        moment_dtypes: of `exp_avg` and `exp_avg_sq`, where not those of the fp32 parameters.
         options: further fields of OptimizerConfig.
     """
 
@@ -65,6 +66,7 @@ class Optimizer:
         weight_decay: float,
         clip_grad: float,
         host: bool = False,
+        moment_dtypes: Mapping[str, torch.dtype] | None = None,
         **options: Any,
     ):
         model_config = chunks[0].config
@@ -85,13 +87,11 @@ class Optimizer:
             use_distributed_optimizer=True,
             **options,
         )
-        self.host = host
         self.megatron = get_megatron_optimizer(self.config, self.chunks, use_gloo_process_groups=False)
         for group in self.megatron.param_groups:
             group["weight_decay"] = weight_decay * group["wd_mult"]
-        if host:
-            for part in self._parts():
-                part.optimizer = HostAdamW(part.optimizer)
+        for part in self._parts():
+            part.optimizer = HostAdamW(part.optimizer) if host else ChunkedAdamW(part.optimizer, moment_dtypes)
 
     @property
     def lr(self) -> float:
@@ -131,11 +131,7 @@ class Optimizer:
         for torch_optimizer in self.torch_optimizers():
             for group in torch_optimizer.param_groups:
                 for parameter in group["params"]:
-                    torch_optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": self._moment(parameter),
-                        "exp_avg_sq": self._moment(parameter),
-                    }
+                    torch_optimizer.state[parameter] = torch_optimizer.new_state(parameter)
 
     def set_steps_done(self, steps: int) -> None:
         """After loading: where the schedule and AdamW's bias correction stand."""
@@ -154,13 +150,10 @@ class Optimizer:
             for state in torch_optimizer.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value) and value.ndim > 0)
 
-    def torch_optimizers(self) -> list[torch.optim.Optimizer]:
+    def torch_optimizers(self) -> list[ChunkedAdamW]:
         """The AdamW instances inside: one for dense parameters, one for experts."""
         return [part.optimizer for part in self._parts()]
 
     def _parts(self) -> list:
         parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [part for part in parts if part.optimizer is not None]
-
-    def _moment(self, parameter: torch.Tensor) -> torch.Tensor:
-        return on_host(parameter).zero_() if self.host else torch.zeros_like(parameter)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import torch
+
 from slime.backends.megatron_utils.arguments import given_fields
 from slime.backends.megatron_utils.fields import ARCHITECTURE
 from slime.backends.megatron_utils.parallel import ParallelSizes
@@ -45,6 +47,9 @@ def ddp_options(args: Namespace) -> dict[str, Any]:
 
 
 def optimizer_options(args: Namespace) -> dict[str, Any]:
-    """What flags say of the optimizer beside AdamW's own numbers: where it steps, and fields of OptimizerConfig."""
+    """What flags say of the optimizer beside AdamW's own numbers: where it steps, its moments' dtypes, and fields of
+    OptimizerConfig."""
     host = args.optimizer_cpu_offload or args.optimizer == "cpu_adam"
-    return {"host": host, **given_fields(args, "OptimizerConfig")}
+    asked = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
+    narrow = {name: torch.bfloat16 for name, dtype in asked.items() if dtype == "bf16"}
+    return {"host": host, "moment_dtypes": narrow, **given_fields(args, "OptimizerConfig")}

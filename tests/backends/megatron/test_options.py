@@ -71,7 +71,14 @@ def test_layer_pattern_evaluates_nothing_else(raw):
         ("--no-decoupled-weight-decay", "--no-decoupled-weight-decay: not available yet: only AdamW is built"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: must be greater than 0"),
         ("--fp8-format hybrid", "--fp8-format hybrid: not available yet: needs Transformer Engine"),
-        ("--use-precision-aware-optimizer", "--optimizer-cpu-offload saves more"),
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: needs --use-precision-aware-optimizer"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp8", "they need scales; use bf16"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer-cpu-offload", "stay in fp32"),
+        (
+            "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.99",
+            "--exp-avg-sq-dtype bf16: needs --adam-beta2 <= 0.98: with 0.99 the moment would stop as far as 39%",
+        ),
+        ("--main-grads-dtype bf16", "gradients are summed, and parameters kept, in fp32"),
         ("--attention-dropout 0.1", "--attention-dropout 0.1: must be 0"),
         ("--attention-backend fused", "variable-length attention"),
         ("--moe-token-dispatcher-type flex", "needs DeepEP"),
@@ -144,7 +151,14 @@ VARIANTS = {
     "overlapped gradients": ("--overlap-grad-reduce", "--ddp-bucket-size", "3000"),
     "moments on the host": ("--optimizer-cpu-offload",),
     "cpu_adam": ("--optimizer", "cpu_adam"),
+    "as launch scripts have it": (
+        *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--use-precision-aware-optimizer"),
+    ),
 }
+NARROW = (
+    *("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"),
+    *("--adam-beta2", "0.98"),
+)
 UNEVEN = ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1")
 
 
@@ -177,6 +191,20 @@ def runs(rank, world_size, port, path, root):
         train_rollout(second, 1)
         results[name] = parameters_of(second)
         stop_trainer()
+    results["beta2 0.98"] = trained(trainer("--adam-beta2", "0.98"))
+    stop_trainer()
+    whole = trainer(*NARROW)
+    results["narrow"] = trained(whole)
+    results["dtypes"] = {x.dtype for x in whole.optimizer.state_tensors() if x.dtype != torch.float32}
+    stop_trainer()
+    first = trainer(*NARROW, save=f"{root}/narrow")
+    train_rollout(first, 0)
+    first.save_model(0)
+    stop_trainer()
+    second = trainer(*NARROW, "--pipeline-model-parallel-size", "2", load=f"{root}/narrow")
+    train_rollout(second, 1)
+    results["narrow, resumed in stages"] = parameters_of(second)
+    stop_trainer()
     dist.destroy_process_group()
     return results
 
@@ -195,3 +223,13 @@ def test_options_change_where_and_when_but_not_what(results, name):
         for key, expected in rank["plain"].items():
             assert (rank[name][key] - expected).abs().max() < 2e-6, key
     assert not torch.equal(results[0]["plain"]["model.norm.weight"], torch.ones(32))
+
+
+@pytest.mark.integration
+def test_moments_of_fewer_bits(results):
+    for rank in results:
+        assert rank["dtypes"] == {torch.bfloat16}
+        apart = [(rank["narrow"][key] - value).abs().max() for key, value in rank["beta2 0.98"].items()]
+        assert 0 < max(apart) < 2**-7 * 4e-3  # four steps of --lr 1e-3
+        for key, value in rank["narrow"].items():
+            assert (rank["narrow, resumed in stages"][key] - value).abs().max() < 2e-7, key
