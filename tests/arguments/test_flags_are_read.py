@@ -40,10 +40,11 @@ CONSUMED_HERE = {
     **dict.fromkeys(
         (
             *("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "attention_backend"),
-            "recompute_loss_function",
+            *("recompute_loss_function", "overlap_cpu_optimizer_d2h_h2d"),
         ),
         "what is always done",
     ),
+    "use_precision_aware_optimizer": "must go with exp_avg_dtype and exp_avg_sq_dtype",
     "padded_vocab_size": "must agree with the checkpoint",
     "num_layers_per_virtual_pipeline_stage": "becomes virtual_pipeline_model_parallel_size",
     **dict.fromkeys((*megatron.DESCRIBED, *megatron.SWITCHES, "add_bias_linear"), "must agree with the checkpoint"),

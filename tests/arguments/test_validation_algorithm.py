@@ -70,6 +70,7 @@ class TestAlgorithm:
         (["--freeze-params-name-list", "lm_head["], "--freeze-params-name-list lm_head[: is no regular expression"),
         (["--opd-teacher-load", "x"], "--opd-teacher-load x: has no effect without --use-opd"),
         (["--use-opd", "--opd-type", "megatron"], "--opd-type trainer: needs --opd-teacher-load"),
+        (["--opd-teacher-ckpt-step", "3"], "--opd-teacher-ckpt-step 3: has no effect without --use-opd"),
         (["--use-opd", "--opd-teacher-load", "/nowhere"], "--opd-teacher-load /nowhere: is not a directory"),
     ],
 )
@@ -82,3 +83,5 @@ def test_a_teacher_has_the_policy_s_vocabulary(setup, one_error):
     flags = ("--hf-checkpoint", student, "--use-opd", "--opd-teacher-load")
     assert "vocabulary of 90 is not the 100" in one_error(*flags, teacher)
     assert setup.load(*flags, student).opd_type == "trainer"
+    message = one_error(*flags, student, "--opd-teacher-ckpt-step", "3")
+    assert f"--opd-teacher-ckpt-step 3: --opd-teacher-load {student} holds no torch_dist checkpoints" in message

@@ -1,6 +1,5 @@
 """Advantages and losses."""
 
-from slime.arguments import pending
 from slime.arguments.flag import STORE_FALSE, STORE_TRUE, Family, Flag, function_path, integer, number, text
 
 ESTIMATORS = (
@@ -123,8 +122,13 @@ FAMILY = Family(
             help="URL of an engine with the teacher, which scores the responses, or "
             "the name of a frozen model of --sglang-config.",
         ),
-        Flag("--opd-teacher-load", text, help="Hugging Face directory of the teacher; same vocabulary."),
-        Flag("--opd-teacher-ckpt-step", integer, help="Step of the teacher.", pending=pending.MEGATRON),
+        Flag(
+            "--opd-teacher-load",
+            text,
+            help="Hugging Face directory of the teacher, with the same vocabulary; with Megatron also the torch_dist "
+            "checkpoints of a model with the policy's architecture.",
+        ),
+        Flag("--opd-teacher-ckpt-step", integer, help="Which of them. Default: the latest."),
         Flag(
             "--use-routing-replay",
             action=STORE_TRUE,

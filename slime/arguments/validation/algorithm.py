@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 
 from slime.arguments.problems import Problems
+from slime.arguments.validation.checkpoints import check_iteration, is_torch_dist
 from slime.arguments.validation.model import check_weights, read_hf_config, vocabulary_of
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,7 @@ def _complete_distillation(args: Namespace, problems: Problems) -> None:
         given = {
             "--opd-type": args.opd_type,
             "--opd-teacher-load": args.opd_teacher_load,
+            "--opd-teacher-ckpt-step": args.opd_teacher_ckpt_step,
             "--opd-teacher-url": args.opd_teacher_url,
         }
         for flag, value in given.items():
@@ -162,7 +164,13 @@ def _complete_distillation(args: Namespace, problems: Problems) -> None:
     if args.opd_teacher_load is None:
         problems.add("--opd-type", "trainer", "needs --opd-teacher-load", "give the teacher's Hugging Face directory")
         return
-    path = args.opd_teacher_load
+    path, step = args.opd_teacher_load, args.opd_teacher_ckpt_step
+    if args.train_backend == "megatron" and is_torch_dist(path):
+        check_iteration("--opd-teacher-ckpt-step", step, "--opd-teacher-load", path, problems)
+        return
+    if step is not None:
+        rule = f"--opd-teacher-load {path} holds no torch_dist checkpoints of --train-backend megatron"
+        problems.add("--opd-teacher-ckpt-step", step, rule, "leave it out")
     if _check_vocabulary(args, "--opd-teacher-load", path, path, problems):
         check_weights(path, "--opd-teacher-load", problems)
 

@@ -25,7 +25,7 @@ def complete(args: Namespace, problems: Problems) -> None:
     _complete_load(args, problems)
     if args.async_save and args.train_backend != "megatron":
         problems.add("--async-save", None, f"has no effect with --train-backend {args.train_backend}", "leave it out")
-    if args.ref_ckpt_step is not None and not _is_torch_dist(args.ref_load):
+    if args.ref_ckpt_step is not None and not is_torch_dist(args.ref_load):
         problems.add("--ref-ckpt-step", args.ref_ckpt_step, "needs --ref-load with torch_dist checkpoints")
     if args.save_interval is not None and args.save is None:
         problems.add("--save-interval", args.save_interval, "needs --save", "add --save DIRECTORY")
@@ -71,8 +71,8 @@ def _check_reference(args: Namespace, problems: Problems) -> None:
     if args.ref_load is not None:
         if not os.path.isdir(args.ref_load):
             problems.add("--ref-load", args.ref_load, "is not a directory", "give an existing checkpoint")
-        elif args.train_backend == "megatron" and _is_torch_dist(args.ref_load):
-            _check_iteration("--ref-ckpt-step", args.ref_ckpt_step, "--ref-load", args.ref_load, problems)
+        elif args.train_backend == "megatron" and is_torch_dist(args.ref_load):
+            check_iteration("--ref-ckpt-step", args.ref_ckpt_step, "--ref-load", args.ref_load, problems)
         elif read_hf_config(args.ref_load, "--ref-load", problems) is not None:
             check_weights(args.ref_load, "--ref-load", problems)
 
@@ -104,7 +104,7 @@ def _complete_load(args: Namespace, problems: Problems) -> None:
 def _check_tracker(args: Namespace, problems: Problems) -> None:
     load = args.load
     if args.ckpt_step is not None:
-        _check_iteration("--ckpt-step", args.ckpt_step, "--load", load, problems)
+        check_iteration("--ckpt-step", args.ckpt_step, "--load", load, problems)
         return
     content = _tracked(load)
     if content == RELEASE:
@@ -122,7 +122,8 @@ def _check_tracker(args: Namespace, problems: Problems) -> None:
         problems.add("--load", load, f"{TRACKER} names {name}, which is not there", fix)
 
 
-def _check_iteration(flag: str, step: int | None, of: str, root: str, problems: Problems) -> None:
+def check_iteration(flag: str, step: int | None, of: str, root: str, problems: Problems) -> None:
+    """A directory of torch_dist checkpoints must hold the one that `flag` asks for."""
     there = iterations(root)
     if step is not None and step not in there:
         fix = f"choose one of {', '.join(map(str, there))}" if there else ""
@@ -134,7 +135,7 @@ def _tracked(root: str) -> str:
         return opened.read().strip()
 
 
-def _is_torch_dist(path: str | None) -> bool:
+def is_torch_dist(path: str | None) -> bool:
     """Whether Megatron's checkpoints lie there: a directory with a tracker, or one iteration."""
     return path is not None and any(os.path.isfile(os.path.join(path, name)) for name in (TRACKER, "metadata.json"))
 

@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.architecture import (
 from slime.backends.megatron_utils.arguments import config_fields
 from slime.backends.megatron_utils.fields import ARCHITECTURE, NEEDED, REFUSED
 from slime.backends.megatron_utils.name_maps import KEPT
+from slime.utils.checkpoint_files import is_hf_directory
 
 logger = logging.getLogger(__name__)
 
@@ -303,11 +304,12 @@ def _check_ranks(args: Namespace, architecture: Architecture, problems: Problems
             "trainer GPUs (--actor-num-nodes x --actor-num-gpus-per-node)",
         )
     _check_cut(args, architecture, "model", problems)
-    if args.opd_type == "trainer" and not problems.concern("--opd-teacher-load"):
+    teacher = args.opd_teacher_load if args.opd_type == "trainer" else None
+    if is_hf_directory(teacher) and not problems.concern("--opd-teacher-load"):
         try:
-            _check_cut(args, read_architecture(args.opd_teacher_load), "teacher", problems)
+            _check_cut(args, read_architecture(teacher), "teacher", problems)
         except UnsupportedModelError as error:
-            problems.add("--opd-teacher-load", args.opd_teacher_load, str(error))
+            problems.add("--opd-teacher-load", teacher, str(error))
     experts = architecture.get("num_moe_experts")
     if experts is None and args.moe_aux_loss_coeff:
         problems.add("--moe-aux-loss-coeff", args.moe_aux_loss_coeff, "needs a model with experts", "leave it out")

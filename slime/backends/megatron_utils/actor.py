@@ -15,6 +15,7 @@ from slime.training.batch import MicroBatch
 from slime.training.losses import compute_loss
 from slime.training.reducers import make_reducer
 from slime.training.rollout_data import RankData
+from slime.utils.checkpoint_files import is_hf_directory
 
 
 class MegatronTrainRayActor(PolicyRole, MegatronTrainer):
@@ -53,10 +54,11 @@ class MegatronTrainRayActor(PolicyRole, MegatronTrainer):
         return RolloutRouting(self.model, args.use_rollout_routing_replay)
 
     def _build_teacher(self, path: str) -> Teacher:
-        """In the policy's layout of ranks."""
-        architecture = read_architecture(path)
+        """In the policy's layout of ranks; a torch_dist checkpoint has the policy's architecture."""
+        architecture = read_architecture(path) if is_hf_directory(path) else self.architecture
+        step = self.args.opd_teacher_ckpt_step
         chunks, config = self._load_model(
-            architecture, path, stock=True, moe_enable_routing_replay=False, mtp_num_layers=None
+            architecture, path, step, stock=True, moe_enable_routing_replay=False, mtp_num_layers=None
         )
         parameters = [p for chunk in chunks for p in chunk.requires_grad_(False).parameters()]
         return Teacher(self._forward_of(chunks, config, architecture), parameters)

@@ -102,13 +102,26 @@ def old_actor(make):
     return out
 
 
-def distilled(make, layout, teacher_dir):
+def distilled(make, layout, teacher_dir, *further):
     flags = ("--use-opd", "--opd-type", "megatron", "--opd-teacher-load", teacher_dir, "--opd-kl-coef", "0.5")
-    trainer = make(layout, *flags)
+    trainer = make(layout, *flags, *further)
     data = rank_data(trainer, 3)
     trainer._prepare(data, None)
     keys = ("teacher_log_probs", "advantages")
     return {i: [data[key][n] for key in keys] for n, i in enumerate(data["sample_indices"])}
+
+
+def by_an_earlier_self(make, root):
+    """Log-probs of a policy after each of its rollouts, and of it as a teacher from its checkpoints."""
+    trainer = make({}, "--save", f"{root}/teacher")
+    wanted = []
+    for rollout_id in range(2):
+        train_rollout(trainer, rollout_id)
+        trainer.save_model(rollout_id)
+        data = rank_data(trainer, 3)
+        wanted.append(dict(zip(data["sample_indices"], trainer._log_probs(data)[0], strict=True)))
+    got = [distilled(make, TP2SP, f"{root}/teacher", *flags) for flags in (("--opd-teacher-ckpt-step", "0"), ())]
+    return wanted, [{i: values[0] for i, values in one.items()} for one in got]
 
 
 def one_step(make, layout, *flags):
@@ -134,6 +147,7 @@ def everything(rank, world_size, port, model_dir, teacher_dir, root):
         "following": following_reference(make, root),
         "old actor": old_actor(make),
         "distilled": [distilled(make, layout, teacher_dir) for layout in (TP2SP, PP2)],
+        "earlier self": by_an_earlier_self(make, root),
         "trained": [one_step(make, layout, *TRAINED)[1] for layout in (TP2SP, PP2)],
         "custom": [one_step(make, layout, *CUSTOM) for layout in (TP2SP, PP2)],
     }
@@ -229,6 +243,16 @@ def test_teacher(results, dirs):
             for found in layouts:
                 assert torch.allclose(found[index][0], teacher, atol=1e-5)
                 assert torch.allclose(found[index][1], advantages, atol=1e-5)
+
+
+def test_a_teacher_may_be_an_earlier_self(results):
+    for result in results:
+        wanted, got = result["earlier self"]
+        assert not torch.allclose(*(torch.cat(list(of_step.values())) for of_step in wanted), atol=1e-4)
+        for of_policy, of_teacher in zip(wanted, got, strict=True):
+            assert of_policy
+            for index, log_probs in of_policy.items():
+                assert torch.allclose(of_teacher[index], log_probs, atol=1e-5)
 
 
 def test_only_what_is_named_is_trained(results, expected):
