@@ -1,6 +1,5 @@
 """Why flags are not available yet: one sentence per feature, shared by the tables."""
 
-MEGATRON = "this part of the Megatron trainer is not built yet"
 TENSOR_PARALLEL_ENGINE = "the embedded engine runs on one device; engines over several need SGLang"
 ROLLOUT_BUFFER = "the external rollout-buffer service is not built yet"
 OTHER_ATTENTION = "packed rows run through slime's own variable-length attention"

@@ -40,7 +40,7 @@ CONSUMED_HERE = {
     **dict.fromkeys(
         (
             *("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32", "attention_backend"),
-            *("recompute_loss_function", "overlap_cpu_optimizer_d2h_h2d"),
+            *("recompute_loss_function", "overlap_cpu_optimizer_d2h_h2d", "disable_weights_backuper"),
         ),
         "what is always done",
     ),

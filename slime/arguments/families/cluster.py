@@ -59,7 +59,7 @@ FAMILY = Family(
             integer,
             0,
             "Memory margin of torch_memory_saver.",
-            pending=pending.MEGATRON,
+            pending="trainers give their memory back without torch_memory_saver",
         ),
         Flag(
             "--release-train",

@@ -1,4 +1,4 @@
-"""Flags under Megatron's own names. Those of `flag` work; those of `megatron` and `switch` still wait."""
+"""Flags under Megatron's own names."""
 
 import functools
 from typing import Any
@@ -20,20 +20,12 @@ from slime.backends.megatron_utils.fields import OWNED, is_field, owned
 __all__ = ("FAMILY", "INSTALL_MEGATRON", "PREFIX", "installed_families", "is_field", "owned")
 
 
-def megatron(name: str, type=text, default: Any = None, help: str = "", **fields) -> Flag:
-    return Flag(name, type, default, help, pending=pending.MEGATRON, **fields)
-
-
 def flag(name: str, type=text, default: Any = None, help: str = "", **fields) -> Flag:
     return Flag(name, type, default, help, **fields)
 
 
 def flag_switch(name: str, help: str) -> Flag:
     return flag(name, help=help, action=STORE_TRUE)
-
-
-def switch(name: str, help: str) -> Flag:
-    return megatron(name, help=help, action=STORE_TRUE)
 
 
 def moment(name: str, help: str) -> Flag:
@@ -136,7 +128,12 @@ FAMILY = Family(
             pending_choices={"bshd": "rows are packed, never padded to equal lengths"},
         ),
         flag("--data-pad-size-multiplier", integer, 128, "Packed rows are padded to a multiple of this x TP."),
-        switch("--allgather-cp", "Contiguous all-gather context parallelism."),
+        flag(
+            "--allgather-cp",
+            help="Contiguous all-gather context parallelism.",
+            action=STORE_TRUE,
+            pending="keys and values are gathered anyway; contiguous parts are for sparse attention, which is not built",
+        ),
         flag_switch("--recompute-loss-function", "Logits are computed again in backward: always."),
         flag("--custom-model-provider-path", function_path, help="Builds the model."),
         flag("--custom-megatron-init-path", function_path, help="Called after Megatron is initialised."),
@@ -145,7 +142,7 @@ FAMILY = Family(
         flag("--mtp-num-layers", integer, help="Layers for multi-token prediction; as many as the checkpoint has."),
         flag("--mtp-loss-scaling-factor", number, 0.2, "Weight of their loss."),
         flag_switch("--enable-mtp-training", "Train them."),
-        switch("--disable-weights-backuper", "Keep trainers awake until weights are synced."),
+        flag_switch("--disable-weights-backuper", "Weights are sent from the trainers' own, not from a copy: always."),
     ),
 )
 
