@@ -132,7 +132,7 @@ FAMILY = Family(
             "--allgather-cp",
             help="Contiguous all-gather context parallelism.",
             action=STORE_TRUE,
-            pending="keys and values are gathered anyway; contiguous parts are for sparse attention, which is not built",
+            pending="keys and values are gathered anyway; contiguous parts are for sparse attention, not built",
         ),
         flag_switch("--recompute-loss-function", "Logits are computed again in backward: always."),
         flag("--custom-model-provider-path", function_path, help="Builds the model."),
