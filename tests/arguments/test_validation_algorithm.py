@@ -83,5 +83,7 @@ def test_a_teacher_has_the_policy_s_vocabulary(setup, one_error):
     flags = ("--hf-checkpoint", student, "--use-opd", "--opd-teacher-load")
     assert "vocabulary of 90 is not the 100" in one_error(*flags, teacher)
     assert setup.load(*flags, student).opd_type == "trainer"
+    remote = ("--use-opd", "--opd-teacher-url", "http://127.0.0.1:1", "--opd-teacher-ckpt-step", "3")
+    assert "--opd-teacher-ckpt-step 3: has no effect without --opd-teacher-load" in one_error(*remote)
     message = one_error(*flags, student, "--opd-teacher-ckpt-step", "3")
     assert f"--opd-teacher-ckpt-step 3: --opd-teacher-load {student} holds no torch_dist checkpoints" in message

@@ -157,6 +157,10 @@ def _complete_distillation(args: Namespace, problems: Problems) -> None:
         args.opd_type = "trainer" if args.opd_teacher_load is not None else "sglang"
     if args.opd_type == "sglang" and args.opd_teacher_load is not None:
         problems.add("--opd-type", "sglang", "excludes --opd-teacher-load", "use --opd-type trainer")
+    if args.opd_teacher_load is None and args.opd_teacher_ckpt_step is not None:
+        problems.add(
+            "--opd-teacher-ckpt-step", args.opd_teacher_ckpt_step, "has no effect without --opd-teacher-load", "add it"
+        )
     if args.opd_teacher_url is not None:
         _complete_remote_teacher(args, problems)
     if args.opd_type != "trainer" or args.debug_rollout_only:

@@ -217,6 +217,7 @@ def _check_given(args: Namespace, problems: Problems) -> None:
             problems.add(
                 "--no-" + field.replace("_", "-"), None, f"not available yet: {REFUSED[field]}", "leave it out"
             )
+    _check_user_buffers(args, problems)
     dispatcher = vars(args).get("moe_token_dispatcher_type")
     if dispatcher == "allgather":
         logger.warning("--moe-token-dispatcher-type allgather is replaced by alltoall: rows differ in length")
@@ -228,6 +229,12 @@ def _check_given(args: Namespace, problems: Problems) -> None:
     given = [flag.name for flag in unread if getattr(args, flag.dest) != flag.default]
     if given:
         logger.warning("%s: only for plug-in functions, as attributes of args; slime does not read them", given)
+
+
+def _check_user_buffers(args: Namespace, problems: Problems) -> None:
+    if vars(args).get("nccl_ub") and args.offload_train:
+        rule = "excludes --offload-train: the buffers are registered once, with a group that the trainer then leaves"
+        problems.add("--use-nccl-ub", None, rule, "leave it out")
 
 
 def _check_balancing(args: Namespace, problems: Problems) -> None:

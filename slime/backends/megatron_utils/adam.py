@@ -48,9 +48,17 @@ class ChunkedAdamW(torch.optim.AdamW):
         for key, parameter in zip(keys, parameters, strict=True):
             if key in state_dict["state"]:
                 state = dict(state_dict["state"][key])
-                self.state[parameter] = state | {
-                    name: self._moment(parameter, name).copy_(state[name]) for name in MOMENTS if name in state
-                }
+                for name in MOMENTS:
+                    if name in state:
+                        state[name] = self._taken_over(parameter, name, state[name])
+                self.state[parameter] = state
+
+    def _taken_over(self, parameter: torch.Tensor, name: str, moment: torch.Tensor) -> torch.Tensor:
+        """A moment that was loaded; itself if it is as it should be, since all of them twice may not fit."""
+        wanted = self._moment(parameter.new_empty(0), name)
+        if (moment.dtype, moment.device) == (wanted.dtype, wanted.device):
+            return moment
+        return self._moment(parameter, name).copy_(moment)
 
     def _moment(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         return torch.empty_like(parameter, dtype=self._dtypes.get(name), requires_grad=False)

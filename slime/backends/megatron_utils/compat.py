@@ -235,12 +235,12 @@ def _patch_latent_projection() -> None:
 
 
 def _patch_optimizer_loading() -> None:
-    """torch's AdamW counts steps in a tensor per parameter. Loading the distributed optimizer looks for that tensor in
-    the checkpoint, which has one count for all, and would share one tensor among all parameters."""
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+    """AdamW here is torch's, which counts steps in a tensor per parameter. Loading the distributed optimizer looks for
+    that tensor in the checkpoint, which has one count for all, and would share one tensor among all parameters."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-    if HAVE_APEX_OR_TE or hasattr(set_states, "__wrapped__"):
+    if hasattr(set_states, "__wrapped__"):
         return
 
     @functools.wraps(set_states)

@@ -107,7 +107,7 @@ class ReleasableGroups:
             group.joined  # noqa: B018
 
     def release(self) -> None:
-        """Leave all; collective."""
+        """Leave all; collective, and after another collective call since `join`: gloo joins until all have."""
         for group in self.groups:
             group.release()
 

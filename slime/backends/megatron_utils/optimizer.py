@@ -134,13 +134,16 @@ class Optimizer:
                     torch_optimizer.state[parameter] = torch_optimizer.new_state(parameter)
 
     def set_steps_done(self, steps: int) -> None:
-        """After loading: where the schedule and AdamW's bias correction stand."""
+        """After loading, which replaced AdamW's numbers by the checkpoint's: where schedule and bias correction stand,
+        and the flags' numbers again."""
         self.steps_done = steps
         for torch_optimizer in self.torch_optimizers():
             for state in torch_optimizer.state.values():
                 state["step"] = torch.tensor(float(steps))
             for group in torch_optimizer.param_groups:
                 group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+                group["betas"] = (self.config.adam_beta1, self.config.adam_beta2)
+                group["eps"] = self.config.adam_eps
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Moments and fp32 parameters of this rank, for offloading."""

@@ -107,7 +107,20 @@ def test_a_state_that_was_saved_goes_on(kind):
     for parameter, value in zip(parameters_of(resumed), values, strict=True):
         parameter.data.copy_(value)
     resumed.load_state_dict(saved)
+    for parameter, key in zip(parameters_of(resumed), saved["state"], strict=True):  # not a second time in memory
+        for name in BF16:
+            assert resumed.state[parameter][name] is saved["state"][key][name]
     kept = {name: x.dtype for name, x in straight.state[parameters_of(straight)[0]].items()}
     assert {name: x.dtype for name, x in resumed.state[parameters_of(resumed)[0]].items()} == kept
     for got, wanted in zip(run(resumed, 3, seed=2), run(straight, 3, seed=2), strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_fp32_moments_are_taken_over_as_bf16():
+    saved = ChunkedAdamW(stock())
+    run(saved, 3)
+    narrow = ChunkedAdamW(stock(), BF16)
+    narrow.load_state_dict(saved.state_dict())
+    for parameter, other in zip(parameters_of(narrow), parameters_of(saved), strict=True):
+        for name in BF16:
+            assert torch.equal(narrow.state[parameter][name], saved.state[other][name].bfloat16())

@@ -1,5 +1,6 @@
 """Fields of Megatron's configuration classes as flags: read from source, checked, and applied."""
 
+from argparse import Namespace
 from importlib.metadata import version
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments.parser import MEGATRON_FLAGS
+from slime.arguments.problems import Problems
+from slime.arguments.validation import megatron as validation
 from slime.backends.megatron_utils.arguments import config_fields, given_fields, layer_pattern, package_dir
 from slime.backends.megatron_utils.fields import ALIASES, ARCHITECTURE, OWNED, REFUSED
 from slime.backends.megatron_utils.settings import config_overrides, ddp_options, optimizer_options
@@ -126,7 +129,7 @@ def test_given_fields_reach_their_classes(tmp_path):
     assert overrides["bias_activation_fusion"] is overrides["moe_grouped_gemm"] is False
     assert overrides["recompute_modules"] == ["mlp", "core_attn"]
     assert ddp_options(args) == {"bucket_size": 77}
-    assert optimizer_options(args) == {"host": False, "apply_wd_to_qk_layernorm": True}
+    assert optimizer_options(args) == {"host": False, "moment_dtypes": {}, "apply_wd_to_qk_layernorm": True}
     assert given_fields(trainer_args(str(tmp_path)), *("TransformerConfig", "OptimizerConfig")) == {}
     assert "bucket_size" in {flag.dest for flag in MEGATRON_FLAGS}
 
@@ -145,6 +148,14 @@ def test_another_trainer_refuses_them(tmp_path):
     text = problems(tmp_path, config, "--train-backend", "fsdp", "--ddp-bucket-size", "5", "--no-batch-p2p-comm")
     assert "--ddp-bucket-size 5: has no effect with --train-backend fsdp" in text
     assert "--batch-p2p-comm: has no effect" in text
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("offload", [False, True])
+def test_user_buffers_do_not_outlive_their_group(offload):
+    found = Problems()
+    validation._check_user_buffers(Namespace(nccl_ub=True, offload_train=offload), found)
+    assert found.concern("--use-nccl-ub") is offload
 
 
 VARIANTS = {
@@ -205,6 +216,10 @@ def runs(rank, world_size, port, path, root):
     train_rollout(second, 1)
     results["narrow, resumed in stages"] = parameters_of(second)
     stop_trainer()
+    second = trainer("--adam-beta1", "0.8", "--adam-beta2", "0.9", "--adam-eps", "1e-3", load=f"{root}/save")
+    groups = [group for inner in second.optimizer.torch_optimizers() for group in inner.param_groups]
+    results["numbers of AdamW"] = {(group["betas"], group["eps"]) for group in groups}
+    stop_trainer()
     dist.destroy_process_group()
     return results
 
@@ -233,3 +248,8 @@ def test_moments_of_fewer_bits(results):
         assert 0 < max(apart) < 2**-7 * 4e-3  # four steps of --lr 1e-3
         for key, value in rank["narrow"].items():
             assert (rank["narrow, resumed in stages"][key] - value).abs().max() < 2e-7, key
+
+
+@pytest.mark.integration
+def test_flags_hold_after_resuming(results):
+    assert all(rank["numbers of AdamW"] == {((0.8, 0.9), 1e-3)} for rank in results)
