@@ -172,7 +172,7 @@ def _check_moments(args: Namespace, problems: Problems) -> None:
         elif beta > MAX_BETA_BF16:
             rule = (
                 f"needs {beta_flag} <= {MAX_BETA_BF16}: with {beta} the moment would stop as far as "
-                f"{2**-8 / (1 - beta):.0%} from its mean, because bf16 rounds changes of less than 1/256 away"
+                f"{min(1.0, 2**-8 / (1 - beta)):.0%} from its mean: bf16 rounds changes of less than 1/256 away"
             )
             problems.add(flag, "bf16", rule, f"use fp32, or a smaller {beta_flag}")
 

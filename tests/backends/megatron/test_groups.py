@@ -33,12 +33,18 @@ def two_rollouts(rank, world_size, port, path, layout):
         own = len(c10d._world.pg_names)
         trainer = start_trainer(args, rank, world_size, port, with_ref=True)
         for rollout_id in range(2):
-            trainer.groups.join()
+            if releasable:
+                trainer.onload()
             train_rollout(trainer, rollout_id)
             if releasable:
                 counts.append(len(c10d._world.pg_names) - own)
-                trainer.groups.release()
+                trainer.memory._stays = False  # as on a GPU
+                trainer.offload(keep_parameters=True)
+                assert len(c10d._world.pg_names) - own == counts[-1]  # weights are sent by them
+                trainer.offload()
                 counts.append(len(c10d._world.pg_names) - own)
+        if releasable:
+            trainer.onload()
         out.append(parameters_of(trainer))
         stop_trainer()
     dist.destroy_process_group()
